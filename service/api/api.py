@@ -332,7 +332,8 @@ def tokenized_chat(
     """Return the messages in a body of POST /tokenize, their options, and the names of ignored parts.
 
     Raises Refusal."""
-    messages, skipped = plain_messages(asked.messages or [], config), Skipped(config)
+    skipped = Skipped(config)
+    messages = plain_messages(asked.messages or [], config, skipped)
     rules = _with_functions(asked, skipped)
     return messages, chat_options(asked, messages, config, rules), skipped.names()
 
@@ -376,7 +377,8 @@ def chat_request(
     if asked.logprobs:
         fields["sampling"] = msgspec.structs.replace(fields["sampling"], logprobs=asked.top_logprobs or 0)
     _require_logprobs(fields["sampling"], "logprobs=true")
-    messages = plain_messages(asked.messages, config)
+    skipped = Skipped(config)
+    messages = plain_messages(asked.messages, config, skipped)
     options = chat_options(asked, messages, config, rules)
     if fields["beams"] is not None:
         refuse_calls(options)
@@ -390,6 +392,6 @@ def chat_request(
         repeated=[last_answer(messages)] if asked.echo else [],
         prediction=predicted_text(asked.prediction, msgspec.structs.asdict(asked)),
         chat=True,
-        unknown=unknown,
+        unknown=(*unknown, *skipped.names()),
         **best_of.with_scores(fields),
     )

@@ -14,6 +14,7 @@ from quire.service.api.bodies import ChatBody
 from quire.service.api.decoding import decode
 from quire.service.api.echo import last_answer
 from quire.service.api.history import Message, plain_messages
+from quire.service.api.skipped import Skipped
 from quire.service.api.valid_request import ValidRequest
 from quire.service.common.limits import shown
 from quire.service.common.refusal import Refusal, bad_request, check, renamed, renaming
@@ -47,18 +48,23 @@ def parse(
     fields = msgspec.structs.asdict(asked)
     valid = None
     conversations = []
+    skipped: tuple[str, ...] = ()
     for at, messages in enumerate(asked.messages):
         try:
             if valid is None:
                 chat = ChatBody(**{**fields, "messages": messages})
                 valid = api.chat_request(chat, config, served_name, timeout_s, served, unknown)
             else:
-                conversations.append(plain_messages(messages, config))
+                lost = Skipped(config)
+                conversations.append(plain_messages(messages, config, lost))
+                skipped += tuple(f"messages[{at}]{name.removeprefix('messages')}" for name in lost.names())
         except Refusal as refusal:
             raise of_chat(refusal, at) from None
     assert valid is not None
     repeated = [last_answer(messages) for messages in (valid.messages, *conversations)] if asked.echo else []
-    return msgspec.structs.replace(valid, conversations=conversations, repeated=repeated)
+    return msgspec.structs.replace(
+        valid, conversations=conversations, repeated=repeated, unknown=valid.unknown + skipped
+    )
 
 
 def of_chat(refusal: Refusal, at: int) -> Refusal:

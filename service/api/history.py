@@ -8,14 +8,16 @@ Chat templates differ in the messages that they accept: `template_probe.py` find
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import msgspec
 
 from quire.service.api.client_tools import custom_arguments
+from quire.service.api.content_parts import Part, read_parts
 from quire.service.api.sent_calls import read_call, read_function
+from quire.service.api.skipped import Skipped
 from quire.service.chat_templates import written_numbers
 from quire.service.chat_templates.fit_history import Entry, fit, joined
 from quire.service.chat_templates.template_probe import TEMPLATES_KEPT, Dialect
@@ -28,19 +30,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # Open
 ROLE = rf"[A-Za-z][A-Za-z0-9_-]{{0,{ROLE_CHARS - 1}}}"  # regex of the names that other roles may have
 
 
-class Part(msgspec.Struct):
-    """One content part of a chat message."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-
 class Message(msgspec.Struct):
     """One chat message."""
 
     role: str
-    content: str | list[Part] | None = None
+    content: str | Sequence[Part | str] | None = None
     name: str | None = None
     tool_calls: list[dict[str, msgspec.Raw]] | None = None  # raw, so that `sent_calls.py` can keep numbers' spelling
     tool_call_id: str | None = None
@@ -50,7 +44,7 @@ class Message(msgspec.Struct):
     function_call: dict[str, msgspec.Raw] | None = None
 
 
-def plain_messages(messages: list[Message], config: GatewayConfig) -> list[dict[str, Any]]:
+def plain_messages(messages: list[Message], config: GatewayConfig, skipped: Skipped) -> list[dict[str, Any]]:
     """Return checked messages without null fields; content is a string or a list of parts.  Raises Refusal."""
     if not messages:
         raise bad_request("empty_prompt", "messages: must not be empty, at least 1 message", "messages", ">= 1", 0)
@@ -58,18 +52,23 @@ def plain_messages(messages: list[Message], config: GatewayConfig) -> list[dict[
     parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
     check("content parts", parts, config)
     check("tool calls", sum(len(message.tool_calls or ()) for message in messages), config)
-    plain = [_plain(f"messages[{at}]", message) for at, message in enumerate(messages)]
+    plain = [_plain(f"messages[{at}]", message, skipped) for at, message in enumerate(messages)]
     return _without_function_calls(plain)
 
 
-def _plain(name: str, message: Message) -> dict[str, Any]:
+def _plain(name: str, message: Message, skipped: Skipped) -> dict[str, Any]:
     if message.role not in ROLES and not re.fullmatch(ROLE, message.role):
         raise unknown_role(name, message.role)
-    entry: dict[str, Any] = {"role": message.role, "content": _content(name, message)}
+    content: Any = message.content or ""
+    reasoning = message.reasoning_content or message.reasoning
+    if isinstance(message.content, list):
+        content, thoughts = read_parts(name, message.role, [*message.content], skipped)
+        reasoning = reasoning or thoughts or reasoning
+    entry: dict[str, Any] = {"role": message.role, "content": joined(content, message.refusal) or ""}
     for field in ("name", "tool_calls", "tool_call_id"):
         if value := getattr(message, field):
             entry[field] = value
-    if (reasoning := message.reasoning_content or message.reasoning) is not None:
+    if reasoning is not None:
         entry["reasoning_content"] = reasoning
     if "tool_calls" in entry:
         calls = [read_call(f"{name}.tool_calls[{at}]", call) for at, call in enumerate(entry["tool_calls"])]
@@ -80,22 +79,6 @@ def _plain(name: str, message: Message) -> dict[str, Any]:
         entry["function_call"] = read_function(f"{name}.function_call", message.function_call)
         _check_call(name, entry, "function_call")
     return entry
-
-
-def _content(name: str, message: Message) -> str | list[dict[str, Any]]:
-    """Return the content of a message, followed by its `refusal`."""
-    content: Any = message.content or ""
-    if isinstance(message.content, list):
-        content = [{"type": "text", "text": _part_text(name, part)} for part in message.content]
-    return joined(content, message.refusal) or ""
-
-
-def _part_text(name: str, part: Part) -> str:
-    text = part.refusal if part.type == "refusal" else part.text
-    if part.type not in ("text", "refusal") or text is None:
-        reason = "this server takes text only: only parts of type 'text' are served"
-        raise bad_request("unsupported", f"{name}.content: {reason}", f"{name}.content")
-    return text
 
 
 def _of_custom(call: dict[str, Any]) -> dict[str, Any]:

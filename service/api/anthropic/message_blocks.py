@@ -16,8 +16,9 @@ from typing import Any
 
 import msgspec
 
-from quire.service.api.history import Message, Part
-from quire.service.api.openai_responses.response_items import NOTE, SUMMARY
+from quire.service.api.content_parts import Part, note_for
+from quire.service.api.history import Message
+from quire.service.api.openai_responses.response_items import SUMMARY
 from quire.service.api.skipped import Skipped
 from quire.service.common.limits import shown
 from quire.service.common.refusal import bad_request, unsupported, wrong_type
@@ -217,7 +218,7 @@ def _text_part(here: str, block: ContentBlock, skipped: Skipped, *, notes: bool 
     if notes and block.type in NAMED:
         if block.type != "tool_reference":
             skipped.add(f"{here}.{block.type}")
-            return Part("text", NOTE.format("image" if block.type == "image" else "file"))
+            return Part("text", note_for(block.type))
         return Part("text", f"[tool {block.tool_name or block.name or ''}]".replace(" ]", "]"))
     if block.type != "text":
         raise unsupported(f"{here}.type", "this server takes text only", OF_USER, str(shown(block.type)))

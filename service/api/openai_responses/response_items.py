@@ -22,7 +22,8 @@ from typing import Any
 import msgspec
 
 from quire.service.api.client_tools import custom_arguments, each_tool, joined
-from quire.service.api.history import Message, Part
+from quire.service.api.content_parts import Part, note_for, text_of_file
+from quire.service.api.history import Message
 from quire.service.api.skipped import Skipped
 from quire.service.chat_templates import written_numbers
 from quire.service.common.limits import shown
@@ -33,7 +34,6 @@ Item = dict[str, Any]  # one item of an input or an output, as JSON
 
 ROLES = ("user", "system", "developer", "assistant")
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-NOTE = "[{} left out: this model reads text only]"
 SUMMARY = "Summary of the conversation so far:\n\n"
 # Type of a call that a client runs -> (name of the function in the chat, field with its arguments).
 CLIENT_CALLS = {
@@ -335,28 +335,15 @@ def texts(param: str, given: Any, skipped: Skipped | None = None) -> str | list[
         kind = str(part.get("type"))
         if kind in TEXT_PARTS or kind == "refusal":
             parts.append(Part("text", _string(here, part, "refusal" if kind == "refusal" else "text")))
-        elif kind == "input_file" and (text := _text_file(part)) is not None:
+        elif kind == "input_file" and (text := text_of_file(part)) is not None:
             parts.append(Part("text", text))
         elif skipped is not None:
             skipped.add(f"{here}.{shown(kind)}")
-            parts.append(Part("text", NOTE.format("image" if "image" in kind or "screenshot" in kind else "file")))
+            parts.append(Part("text", note_for(kind)))
         else:
             allowed = ", ".join((*TEXT_PARTS, "refusal"))
             raise unsupported(f"{here}.type", "this server takes text only", allowed, str(shown(kind)))
     return (parts[0].text or "") if len(parts) == 1 else parts if parts else ""
-
-
-def _text_file(part: Item) -> str | None:
-    """Return the text of a text file that is embedded in the request; None for other files."""
-    data, name = part.get("file_data"), part.get("filename")
-    head, _, encoded = data.partition(";base64,") if isinstance(data, str) else ("", "", "")
-    if not head.startswith(("data:text/", "data:application/json")):
-        return None
-    try:
-        text = base64.b64decode(encoded, validate=True).decode()
-    except ValueError:
-        return None
-    return f"{name}:\n{text}" if isinstance(name, str) and name else text
 
 
 SEALED = "quire1."  # prefix of the values that Quire writes into `encrypted_content`

@@ -13,6 +13,7 @@ from quire.service.api import api, decoding, fitting
 from quire.service.api.bodies import ChatBody
 from quire.service.api.fitting import EngineLimits
 from quire.service.api.history import for_template, plain_messages
+from quire.service.api.skipped import Skipped
 from quire.service.chat_templates.template_probe import probe
 from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
@@ -177,7 +178,7 @@ def rendered(template: str, role: str, content: Any = "what is 1+1?") -> str:
         return compiled.render(messages=messages, tools=tools, **variables)
 
     sent = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": role, "content": content}]}).encode()
-    messages = plain_messages(decoding.decode(sent, ChatBody).messages, GatewayConfig())
+    messages = plain_messages(decoding.decode(sent, ChatBody).messages, GatewayConfig(), Skipped(GatewayConfig()))
     entries = for_template(messages, probe(render, template), template)
     return render([message for message, _ in entries])
 

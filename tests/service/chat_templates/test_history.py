@@ -398,6 +398,42 @@ async def test_items_of_an_earlier_response_do_not_move_the_index(tmp_path: Path
     assert refused.value.param == "input[0].type"
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aa"}}
+URL = "data:text/plain;base64,d29yZHBhcnQ="
+PARTS: list[tuple[str, Any, str, tuple[str, ...]]] = [
+    ("user", {"type": "input_text", "text": "wordpart"}, "wordpart", ()),
+    ("assistant", {"type": "output_text", "text": "wordpart"}, "wordpart", ()),
+    ("user", "wordpart", "wordpart", ()),
+    ("user", {"type": "file", "file": {"filename": "a.md", "file_data": URL}}, "wordpart", ()),
+    ("tool", IMAGE, "[image left out", ("messages[2].content[1].image_url",)),
+    ("tool", {"type": "file", "file": {"file_id": "f"}}, "[file left out", ("messages[2].content[1].file",)),
+    ("assistant", {"type": "thinking", "thinking": "wordthought"}, "wordthought", ()),
+    ("assistant", {"type": "thinking", "thinking": [{"type": "text", "text": "wordthought"}]}, "wordthought", ()),
+    ("assistant", {"type": "reasoning", "text": "wordthought"}, "wordthought", ()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("role", "part", "shown", "unknown"), PARTS)
+def test_parts_of_other_servers_reach_the_model(
+    tokenizer_of: Callable[[str], Tokenizer], role: str, part: Any, shown: str, unknown: tuple[str, ...]
+) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    message = {"role": role, "content": [{"type": "text", "text": "wordtext"}, part], "tool_call_id": "a"}
+    before = [say("user", "a"), {"role": "assistant", "tool_calls": [call]}] if role == "tool" else [say("user", "a")]
+    valid = chat([*before, message])
+    assert valid.unknown == unknown
+    text = prompt(tokenizer_of("qwen3"), valid)
+    assert shown in text
+    assert "wordtext" in text
+
+
+@pytest.mark.parametrize("role", ["user", "system", "assistant"])
+def test_an_image_outside_of_a_tools_result_is_refused(role: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        chat([{"role": role, "content": [{"type": "text", "text": "a"}, IMAGE]}])
+    assert (refused.value.code, refused.value.param) == ("unsupported", "messages[0].content")
+
+
 def test_a_refusal_is_content_of_the_assistant(published: Tokenizer) -> None:
     for answer in (
         {"role": "assistant", "content": None, "refusal": "wordno"},

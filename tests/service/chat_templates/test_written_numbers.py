@@ -12,6 +12,7 @@ from quire.service.api.anthropic import messages
 from quire.service.api.api import NO_DEFAULTS
 from quire.service.api.bodies import ChatBody
 from quire.service.api.history import Message, plain_messages
+from quire.service.api.skipped import Skipped
 from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.text.tokenizer import Tokenizer
@@ -42,7 +43,7 @@ def history(arguments: str) -> list[dict[str, Any]]:
         Message("tool", "x", tool_call_id="abcdefghi", name="f"),
         Message("user", "And?"),
     ]
-    return plain_messages(messages, GatewayConfig())
+    return plain_messages(messages, GatewayConfig(), Skipped(GatewayConfig()))
 
 
 def prompt(tokenizer: Tokenizer, arguments: str) -> str:
@@ -78,7 +79,7 @@ def sent(arguments: str, field: str = "tool_calls") -> list[dict[str, Any]]:
     calls = f'[{{"id": "abcdefghi", "type": "function", "function": {function}}}]'
     answer = f'{{"role": "assistant", "content": "", "{field}": {calls if field == "tool_calls" else function}}}'
     body = f'{{"messages": [{{"role": "user", "content": "Hi"}}, {answer}]}}'
-    return plain_messages(decoding.decode(body.encode(), ChatBody).messages, GatewayConfig())
+    return plain_messages(decoding.decode(body.encode(), ChatBody).messages, GatewayConfig(), Skipped(GatewayConfig()))
 
 
 @pytest.mark.parametrize("field", ["tool_calls", "function_call"])
@@ -109,7 +110,7 @@ def test_a_number_keeps_its_text_in_arguments_sent_as_an_object(tmp_path: Path, 
 def test_a_call_that_cannot_be_read_is_a_400_that_names_it(call: bytes, field: str) -> None:
     body = b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [%s]}]}' % call
     with pytest.raises(Refusal, match=rf"messages\[0\]\.tool_calls\[0\]\.{field}") as refused:
-        plain_messages(decoding.decode(body, ChatBody).messages, GatewayConfig())
+        plain_messages(decoding.decode(body, ChatBody).messages, GatewayConfig(), Skipped(GatewayConfig()))
     assert refused.value.status == 400
 
 
