@@ -54,7 +54,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class Answer:
-    """The text of a stream of server-sent events so far, and its arrival times.
+    """The text received so far from a stream of server-sent events, and its arrival times.
 
     Only events with text count.  An event's time is that of the block that contained it.  Several tokens may share an
     event.  Several events may share a block: their gaps are then 0, as a reader sees them."""

@@ -3,18 +3,18 @@
     python -m quire.loadtest burst DIR                                                    42M model on a CPU
     python -m quire.loadtest burst DIR --shape llama-8b --kv-tokens 40960 --scale 1       8B shape on a GPU
 
-    base: 80 % of the pool ── burst: three times the rate for 30 s ── base ── nothing, until all are answered
+    base: 80 % of the pool ── burst: three times the rate for 30 s ── base ── no arrivals until all are answered
 
-DIR holds the model, and is made if it is empty.  Three loads have the same arrivals, prompts and lengths:
+DIR has the model, which is created if DIR is empty.  Three loads have the same arrivals, prompts and lengths:
 
 known   the server knows the output lengths (ignore_eos)
 cold    max_tokens is 2,048 and answers end by themselves; the server has just started
-warm    the same after --warm-requests others, from which the server has learned the lengths
+warm    as cold, after --warm-requests other requests, from which the server has learned the lengths
 
 The base rate is calibrated unless --rate gives it.  Each run writes a result that `report` reads, and rewrites the
 summary burst.json: medians over seeds, and the best on-time share that perfect knowledge allows (the
 study `oracle`).  A second start continues with the missing runs: a result of the same work, server and commit is
-kept.  The exit status is 1 if a run failed or is left to do.
+kept.  The exit status is 1 if a run failed or is still missing.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class Run:
     system: str
     load: str
     seed: int
-    server: str  # the command that starts it, for display and to recognise a result of the same server
+    server: str  # command that starts the server, for display and to recognise a result of the same server
     start: Callable[[], AbstractContextManager[Server]]
     words: tuple[str, ...]  # options of `replay`, without the URL
-    warm_words: tuple[str, ...] = ()  # words of the replay before it; (): none
+    warm_words: tuple[str, ...] = ()  # options of the warm-up replay before it; (): none
 
     @property
     def file(self) -> str:
@@ -132,7 +132,7 @@ def chosen(args: argparse.Namespace) -> tuple[list[str], list[str], list[int]]:
 def flags_of(args: argparse.Namespace, system: str) -> tuple[str, ...]:
     """Return the options of `quire serve` for a system."""
     own = {"lanes": args.lanes_server.split(), "fifo": args.fifo_server.split()}
-    # A request may ask for ask_tokens after the longest prompt.
+    # A request may have the longest prompt and max_tokens of ask_tokens.
     length = args.context + args.ask_tokens
     sizes = ["--kv-blocks", args.kv_tokens // BLOCK, "--max-seqs", args.max_seqs, "--max-model-len", length]
     random = ["--load", "random"] if args.shape else []
@@ -280,9 +280,9 @@ def write_arrivals(path: Path, args: argparse.Namespace, result: dict[str, Any],
 
 
 def oracle_of(seed: int, results: list[dict[str, Any]], runs: list[Run], args: argparse.Namespace) -> Any:
-    """Return what `loadtest.studies oracle` says of a seed's arrivals; None if no run measured the step times.
+    """Return the result of `loadtest.studies oracle` for a seed's arrivals; None if no run measured the step times.
 
-    The step times are those of the first system and load that have them: all runs of a seed have equal arrivals."""
+    The step times come from the first system and load that have them: all runs of a seed have equal arrivals."""
     order = [(load, system) for load in LOADS for system in systems_of(args.modes)]
     usable = [
         result
@@ -307,7 +307,7 @@ def oracle_of(seed: int, results: list[dict[str, Any]], runs: list[Run], args: a
 
 
 def prepare_model(args: argparse.Namespace) -> tuple[int, int]:
-    """Make the model where DIR holds none; return its vocabulary size and end-of-sequence id."""
+    """Create the model if DIR has none; return its vocabulary size and end-of-sequence id."""
     if args.shape and not (args.model / "config.json").exists():
         print(f"making tokenizer and heads of {args.shape} in {args.model}", flush=True)
         make_shape(args.model, shapes.CONFIGS[args.shape])
@@ -320,7 +320,7 @@ def prepare_model(args: argparse.Namespace) -> tuple[int, int]:
 def measure_all(
     args: argparse.Namespace, runs: list[Run], found: dict[Run, dict[str, Any] | None], began: float
 ) -> tuple[list[dict[str, Any]], int]:
-    """Measure the missing runs that fit --minutes.  Return all results and the number of failed or left runs."""
+    """Measure missing runs within --minutes.  Return all results and the number of failed or still missing runs."""
     results, failed = [], 0
     for number, run in enumerate(runs, 1):
         result = found[run]

@@ -84,10 +84,10 @@ def median(values: Sequence[float | None]) -> float | None:
 
 
 def compared(result: dict[str, Any], fifo: dict[str, Any] | None, oracle: dict[str, Any] | None) -> dict[str, Any]:
-    """Return a run's figures over those of `fifo` with the same load and seed, and over the oracle's.
+    """Return a run's figures divided by those of `fifo` with the same load and seed, and by the oracle's.
 
-    oracle: {"burst": {"simulated": share, "bound": share, "without_lengths": share}, "all": {...}}, as `engine.tools
-    oracle --json` writes it."""
+    oracle: {"burst": {"simulated": share, "bound": share, "without_lengths": share}, "all": {...}}, the output of
+    `loadtest.studies oracle --json`."""
     own = result["figures"]["overload"]
 
     def ratio(a: float | None, b: float | None) -> float | None:
@@ -140,7 +140,7 @@ def goals(found: dict[str, Any]) -> list[str]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return a block for each load with a line a figure and a column a system, then the goals."""
+    """Return a table for each load with a line per figure and a column per system, then the goals."""
     lines = []
     for load, systems in found["figures"].items():
         counts = found["seeds"][load]

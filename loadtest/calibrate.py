@@ -36,14 +36,14 @@ class Calibration:
 def blocks_held(jobs: Sequence[Job], block_size: int) -> float:
     """Return the mean blocks of a running sequence, over time.
 
-    A sequence runs for a step a token.  So a job counts as often as its output is long, at half of its output, with
-    half a block that is not full."""
+    A sequence runs for one step per output token.  So a job's weight is its output length, and its mean size is its
+    prompt and half of its output, plus half a block for the block that is not full."""
     steps = sum(job.output_len for job in jobs)
     return sum(j.output_len * ((j.prompt_len + j.output_len / 2) / block_size + 0.5) for j in jobs) / steps
 
 
 def clients_for(jobs: Sequence[Job], blocks: int, block_size: int, use: float) -> int:
-    """Return how many requests at a time fill the fraction `use` of the pool on average, at least 1."""
+    """Return how many concurrent requests fill the fraction `use` of the KV cache on average, at least 1."""
     return max(1, round(use * blocks / blocks_held(jobs, block_size)))
 
 
@@ -59,7 +59,7 @@ def tokens_between(records: Sequence[Record], begin: float, end: float) -> float
 async def closed_loop(
     options: Options, jobs: Sequence[Job], clients: int, ramp_s: float, measure_s: float
 ) -> tuple[float, float | None]:
-    """Keep `clients` requests open for `ramp_s` and then `measure_s`; return tokens/s and mean pool use of the latter.
+    """Keep `clients` requests open for `ramp_s` + `measure_s`; return tokens/s and mean KV-cache use in `measure_s`.
 
     Raises RuntimeError with the first error if a request fails."""
     end = ramp_s + measure_s

@@ -1,7 +1,7 @@
 """The models of the load tests: random weights, a real tokenizer, and answers whose length the client chooses.
 
-The 42M model of the measurements on a CPU is made here, and the parts of a shape of `shapes.py` that `--load random`
-cannot make up.
+This module creates the 42M model of the measurements on a CPU.  For shapes of `shapes.py` it writes the tensors that
+must not be random (`--load random`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def make_llama_42m(directory: Path, context: int = 4096, *, countdown: bool = Fa
     """Write a checkpoint: hidden 512, 8 layers, 8 heads on 4 KV heads, intermediate 1,536, byte-level BPE tokenizer.
 
     Clients measure when text arrives, and a greedy model with random weights repeats a few tokens.  So every token that
-    it can choose has text.  The other tokens, single bytes of longer characters and the end of sequence, have zeros in
-    the last layer.  Among 16,000 logits the largest is never 0.  `logit_bias` can still force them.
+    the model can choose must have text.  All other tokens, single bytes of longer characters and the end of sequence,
+    have zeros in the last layer: among 16,000 logits the largest is never 0.  `logit_bias` can still force them.
 
     `countdown`: the last token of a prompt decides how long the greedy answer is (countdown_heads())."""
     import torch
@@ -82,7 +82,7 @@ def make_shape(directory: Path, config: dict[str, Any]) -> None:
 
     `config`: the config.json of a llama with an output layer of its own.  The directory gets a tokenizer of VOCAB
     tokens, which are the only ones in answers, and the two tensors of the embedding and of the output layer.  The
-    engine makes up all other weights on its device."""
+    engine fills all other weights with random values on its device."""
     import torch
     from safetensors.torch import save_file
 
@@ -143,7 +143,7 @@ def prepare(directory: Path, *, countdown: bool = False) -> tuple[int, int]:
 
 
 def split_by_text(words: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
-    """Return the ids whose text a server can send at once, and all others."""
+    """Return the token ids whose text a server can send at once, and all other token ids."""
     spoken: list[int] = []
     mute: list[int] = []
     for token in range(len(words)):

@@ -108,7 +108,7 @@ class Mix:
     retries: Mapping[Retry, float]
 
     def draw(self, profiles: Sequence[ClientProfile], seed: int) -> list[ClientProfile]:
-        """Return a profile for each of `profiles`; a value that a trace gave stays.
+        """Return the profiles with drawn values in their empty fields; values from a trace stay.
 
         Each field's draws depend on `seed` alone: a different mix of priorities keeps every request's tenant."""
 
@@ -136,7 +136,7 @@ class Mix:
 def read_keys(path: Path) -> dict[str, str]:
     """Read a TOML file with a line `tenant = "key"` for each tenant.  Raises ProfileError, OSError.
 
-    Keys are read from a file because other users of the machine can read a command line, and results repeat it."""
+    Keys are read from a file because other users of the machine can read a command line, and results contain it."""
     try:
         keys = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

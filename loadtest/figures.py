@@ -3,9 +3,9 @@
     python -m quire.loadtest figures            write each page's values from loadtest/results/
     python -m quire.loadtest figures --check    exit status 1 if a page and its files differ, or a number has no file
 
-`loadtest/pages/` says which value of which file stands where.  A number of a page that is neither such a value nor in
-one of the page's `FACTS` is an error, so a new measurement needs its result file.  Code, links and names such as H200
-are left out.  A result file needs its command, its machine and the commit of a clean tree.
+`loadtest/pages/` defines which value of which result file is at which place of a page.  A number of a page that is
+neither such a value nor in one of the page's `FACTS` is an error, so a new measurement needs a result file.  Numbers in
+code, links and names such as H200 are not checked.  A result file must name its command, machine and clean commit.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Compared:
 
 
 def pattern(line: str, *, exact: bool) -> re.Pattern[str]:
-    """Return what finds `line` on a page: line breaks may fall anywhere; unless exact, values may be any numbers."""
+    """Return a pattern that finds `line` on a page, with line breaks anywhere and, unless exact, with any numbers."""
     parts = re.split(f"{OPEN}(.*?){CLOSE}", line)
     found = []
     for index, part in enumerate(parts):
@@ -100,7 +100,7 @@ def values_of(result: Any, key: str) -> Iterator[str]:
 
 
 def origin(name: str, result: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return the row of a result file in the table of sources, and what its origin lacks."""
+    """Return a result file's row for the table of sources, and the problems of its origin."""
     commits = [commit for key in ("commit", "after") for commit in values_of(result, key)]
     hashes = list(dict.fromkeys(h[:8] for commit in commits for h in HASH.findall(commit)))
     gpu = str(result.get("gpu") or "").partition(",")[0].removeprefix("NVIDIA ")
@@ -119,7 +119,7 @@ def origin(name: str, result: dict[str, Any]) -> tuple[str, list[str]]:
 
 
 def sources(results: Results) -> tuple[str, list[str]]:
-    """Return the table of all result files that pages use, and what their origins lack."""
+    """Return the table of all result files that pages use, and the problems of their origins."""
     rows, wrong = [], []
     for name, result in sorted(results.used.items()):
         row, lacks = origin(name, result)

@@ -72,7 +72,7 @@ def slug(name: str) -> str:
 
 
 def device() -> str:
-    """Return what stands in the names of results: the first GPU, such as h200, or cpu."""
+    """Return the device's part of result file names: the first GPU, such as h200, or cpu."""
     return slug(gpu_name().partition(",")[0]) or "cpu"
 
 

@@ -1,6 +1,6 @@
 """Figures of an overload: requests served in time, idle memory while requests wait, and the step times behind them.
 
-Pure, as stats.py is.  All times are seconds since the run began.
+Like stats.py, it only computes on its arguments.  All times are seconds since the run began.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def figures(
 ) -> dict[str, Any]:
     """Return the figures that compare ways to handle an overload.
 
-    on_time: the share of requests with the first token and the mean gap within `slo`, of those due in each phase and of
-    all.  A request that got no answer counts as late."""
+    on_time: the share of requests whose TTFT and mean gap are within `slo`, for each phase and for the complete run.  A
+    request that got no answer counts as late."""
     firsts = [record.times[0] for record in records if record.times]
     preempted = _growth([sample.preemptions for sample in samples if sample.preemptions is not None])
     burst = windows.get("burst")
@@ -64,10 +64,10 @@ def _mean_kv(samples: Sequence[Sample], window: tuple[float, float]) -> float | 
 
 
 def waiting(samples: Sequence[Sample]) -> dict[str, float | None]:
-    """Return seconds in which requests waited, the pool's mean use in that time, and idle pool times seconds.
+    """Return the seconds in which requests waited, the KV cache's mean use in that time, and idle_pool_s.
 
-    A sample stands for the time until the next one.  idle_pool_s is the integral of the pool's unused fraction: 10 s at
-    90 % give 1."""
+    A sample stands for the time until the next sample.  idle_pool_s is the integral of the KV cache's unused fraction
+    over that time: 10 s at 90 % use give 1."""
     total = idle = 0.0
     for sample, after in itertools.pairwise(samples):
         if sample.kv is not None and sample.waiting:
@@ -83,7 +83,7 @@ def waiting(samples: Sequence[Sample]) -> dict[str, float | None]:
 def lanes(records: Sequence[Record], windows: dict[str, tuple[float, float]]) -> dict[str, dict[str, Any]]:
     """Return phase -> lane -> requests and the spread of their TTFT.
 
-    The lane is the server's header `x-queue-lane`; "none" where it sends none."""
+    The lane is the value of the server's header `x-queue-lane`; "none" if the server sends no such header."""
     found: dict[str, dict[str, Any]] = {}
     for phase, (begin, end) in windows.items():
         due = [record for record in records if begin <= record.due_s < end]

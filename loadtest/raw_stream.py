@@ -1,7 +1,7 @@
 """The cheapest reader of an answer: one socket, no HTTP client, no JSON.
 
 Measurements of the gateway read 50,000 events per second on the cores that they measure, where parsing would cost more
-than the gateway itself.  Everything else reads through loadtest/replay.py.
+than the gateway itself.  All other measurements read streams by loadtest/replay.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RawStream:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Seconds between reads.  A read brings one event, or several where the server fell behind."""
+        """Seconds between reads.  A read returns one event, or several if the server was slow."""
         return gaps(self.times)
 
 

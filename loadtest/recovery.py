@@ -2,8 +2,8 @@
 
     python -m quire.loadtest recovery MODEL [--streams 32] [--kills 4] [--second-after 4] [--server=--threads=1]
 
-MODEL is a directory, in which the 42M model is made if it is empty.  Or it is a shape of loadtest/shapes.py with random
-weights made on the device (`--load random`). `quire serve` runs with one engine and its spare.  Each client streams
+MODEL is a directory, in which the 42M model is created if it is empty, or a shape of loadtest/shapes.py with random
+weights (`--load random`). `quire serve` runs with one engine and its spare.  Each client streams
 long answers and checks the position that every event carries.  One round is two kills (SIGKILL):
 
     first     the spare of the engine is ready, every stream has --warm tokens
@@ -155,7 +155,7 @@ def cpu_s(process: psutil.Process) -> float:
 async def spare_ready(server: Server, log: Log) -> None:
     """Wait until a spare engine is ready, for LIMIT_S at most.
 
-    Older versions (`--root`) do not log that.  Their spare counts as ready once it has stopped using the CPU."""
+    Older versions (`--root`) do not log it.  Their spare counts as ready once it has stopped using the CPU."""
     end = time.monotonic() + LIMIT_S
     quiet, spent = 0, 0.0
     while time.monotonic() < end and quiet < 20:

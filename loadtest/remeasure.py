@@ -1,8 +1,8 @@
-"""Measure again what the pages show, before a release, and write the pages' values: `make figures`.
+"""Repeat the measurements behind the pages before a release, and write the new values to the pages: `make figures`.
 
     python -m quire.loadtest remeasure [--device cpu | cuda] [--only NAME,...] [--list]
 
-Takes a quiet machine and a clean tree: each result records its commit.  The CPU part takes about 110 minutes on two
+Needs an idle machine and a clean Git tree: each result records its commit.  The CPU part takes about 110 minutes on two
 cores, the GPU part half an hour on an H200.  A measurement that fails is named at the end; the others are kept.
 """
 
@@ -26,7 +26,7 @@ CHAOS = "tests.system.chaos"
 
 @dataclass(frozen=True)
 class Measurement:
-    """One command; SCRATCH in its words is an empty folder, MODEL a folder in which the 42M model is made."""
+    """One command.  SCRATCH in it stands for an empty folder, MODEL for a folder in which the 42M model is created."""
 
     name: str  # result file, without .json
     words: str  # module and its options
@@ -84,7 +84,7 @@ ALL = (
 
 
 def run(measurement: Measurement, scratch: Path) -> int:
-    """Run one command and put its result in its place; return the exit status."""
+    """Run one command and move its result to loadtest/results/; return the exit status."""
     model, into = scratch / "model", scratch / measurement.name.replace("/", "_")
     into.mkdir()
     line = measurement.words.replace("SCRATCH", str(into)).replace("MODEL", str(model))

@@ -52,7 +52,7 @@ class Options:
     url: str
     model: str
     metrics_url: str
-    text: bool = False  # prompts of words, about a token each, for servers that take no token ids
+    text: bool = False  # prompts are words, about a token each, for servers that take no token ids
     vocab_size: int = 500  # bound of the prompts' token ids; small enough for any model
     ignore_eos: bool = True
     ask_tokens: int = 0  # max_tokens of every request; 0: the answer's own length, which the server then knows

@@ -106,8 +106,8 @@ def same_work(a: dict[str, Any], b: dict[str, Any]) -> None:
 def judge(results: Sequence[dict[str, Any]], tolerance: float) -> list[Row]:
     """Return a row for each figure that any result has.
 
-    B is worse where it is off by more than `tolerance` (a fraction of A) and by more than noise.  A figure that one of
-    two results lacks is not judged."""
+    B is worse in a figure if it differs from A by more than `tolerance` (a fraction of A) and by more than noise.  A
+    figure that one of two results lacks is not judged."""
     rows = []
     for figure in (*JUDGED, *SHOWN):
         values = [look_up(result["figures"], figure.path) for result in results]

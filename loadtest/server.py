@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-READY_S = 600.0  # a server that ends earlier is not waited for
+READY_S = 600.0  # maximum wait for a server's start
 STOP_S = 60.0  # a drain may take 30 s
 MODEL_NAME = "bench"
 FORKED_ENGINE = "quire-engine"  # process name of an engine that a fork server forked
@@ -27,7 +27,7 @@ LAST_LINES = 30  # lines of the server's log that are shown when it fails to sta
 
 
 class ServerError(SystemExit):
-    """The server did not start: one line, printed after the last lines of its log.  Uncaught, it ends the program."""
+    """The server did not start.  The message is one line, printed after the last lines of the server's log."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def child(self, name: str) -> psutil.Process:
-        """Return the process whose command line has `name` as a word: "quire.service.app" or "quire.engine"."""
+        """Return the process whose command line has the argument `name`: "quire.service.app" or "quire.engine"."""
         return next(child for child in self.process.children(recursive=True) if name in child.cmdline())
 
 

@@ -181,8 +181,8 @@ def _phase(records: list[Record], samples: list[Sample], slo: Slo, window: tuple
 def recovery(records: list[Record], base: tuple[float, float], after: tuple[float, float]) -> float | None:
     """Return the seconds from the burst's end until TTFT is back at the base's level; None if it never is.
 
-    The level is reached at the first five successive requests, due after the burst, with a low median TTFT.  Low is at
-    most the base's 90th percentile plus 1 ms."""
+    TTFT is back at the first five successive requests, due after the burst, whose median TTFT is at most the 90th
+    percentile of the base phase plus 1 ms."""
     before = spread(t for r in records if base[0] <= r.due_s < base[1] and (t := r.ttft_s) is not None)
     later = sorted((r for r in records if after[0] <= r.due_s < after[1]), key=lambda record: record.due_s)
     if before is None:
@@ -199,7 +199,7 @@ def _outcome(record: Record) -> str:
 
 
 def prefix_hits(records: Sequence[Record]) -> dict[str, Any] | None:
-    """Return the share of prompt tokens from the prefix cache, of requests that report it; None if none does."""
+    """Return the share of prompt tokens from the prefix cache, over requests that report it; None if none does."""
     reported = [record for record in records if record.cached is not None]
     if not reported:
         return None
@@ -242,18 +242,18 @@ def _group(records: list[Record], slo: Slo) -> dict[str, Any]:
 def needed_pauses(records: Sequence[Record], samples: Sequence[Sample]) -> dict[tuple[int, int], float]:
     """Return (index of the record, index of its refused attempt) -> seconds after which it would have been admitted.
 
-    This cannot be observed: an earlier retry might have met room, but only room that another request took instead.
+    This time cannot be observed: an earlier retry might have been admitted, but only in place of another request.
     The rate at which the server admitted *any* request can be observed.  So the refused requests are treated as a queue
     in the order of their first attempts, and the needed pause ends
 
     * when the server has admitted, since the refusal, one request more than were ahead in that queue.  With these
-      pauses all of them would have been admitted one after the other, no sooner than room appeared.  A request that
-      starts in time at once does not count: a server with two lanes serves it before those that wait; or, if earlier,
+      pauses all refused requests would have been admitted one after the other, as capacity became free.  A request that
+      starts in time at once does not count: a server with two lanes serves it before waiting requests; or, if earlier,
     * when two successive samples of the server first show no waiting request.  No refusal was needed then, and a longer
       pause was idle.  (Without this rule a server that asks everyone to wait a minute would be right, because it admits
       no request before that.)
 
-    A request that is never admitted has no place in the queue.  A refusal after which neither happens is left out."""
+    A request that is never admitted has no place in the queue.  A refusal that neither event follows is omitted."""
     admitted = sorted(
         r.attempts[-1].sent_s
         for r in records
@@ -283,9 +283,9 @@ def needed_pauses(records: Sequence[Record], samples: Sequence[Sample]) -> dict[
 def refusals(records: Sequence[Record], samples: Sequence[Sample]) -> dict[str, Any]:
     """Count refused attempts, and compare announced pauses with those that were needed.
 
-    first_retry_success: the share of second attempts that were admitted, of requests that were refused with a pause and
-    whose client waited that long.  Clients that ignore the pause prove nothing about it.
-    retry_after_error: |announced - needed| / needed, over refusals of clients that obey.  `needed` is that of
+    first_retry_success: the share of second attempts that were admitted, over requests that were refused with a pause
+    and whose client waited for it.  Clients that ignore the pause show nothing about its accuracy.
+    retry_after_error: |announced - needed| / needed, over refusals of clients that obey.  `needed` is the result of
     needed_pauses(), but at least 1 s, the smallest value of Retry-After."""
     statuses = Counter(attempt.status for record in records for attempt in record.attempts)
     by_status = {str(status): count for status, count in sorted(statuses.items()) if status in REFUSED}
@@ -347,7 +347,7 @@ def server(samples: list[Sample], earlier: Sequence[Sample] = ()) -> dict[str, A
 def series(records: list[Record], samples: list[Sample], slo: Slo) -> dict[str, Any]:
     """Return series over time for plots: at most 240 buckets of half a second or of whole seconds.
 
-    TTFT and outcomes belong to the bucket in which a request was due, gaps to the one in which they ended."""
+    TTFT and outcomes belong to the bucket in which a request was due, gaps to the bucket in which they ended."""
     end = max([record.end_s for record in records] + [sample.at_s for sample in samples], default=0.0)
     width = max(0.5, math.ceil(end / 240))
     count = int(end / width) + 1

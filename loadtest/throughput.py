@@ -65,7 +65,7 @@ def run(command: list[str]) -> dict[str, float]:
     )
     if done.returncode:
         raise RunError(f"{' '.join(command)}: exit status {done.returncode}")
-    # The results are the last line that is JSON: vLLM logs more lines after it.
+    # The results are the last line of output that is JSON: vLLM logs other lines after it.
     line = next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{"))
     figures: dict[str, float] = json.loads(line)
     if first := figures.pop("first_token_at", None):
@@ -74,7 +74,7 @@ def run(command: list[str]) -> dict[str, float]:
 
 
 def engine(directory: Path, requests: Path, *options: str) -> list[str]:
-    # No client streams, here or with the peers, so prompt chunks need not be limited for the sake of decode steps.
+    # No client streams, with Quire or the other systems, so large prompt chunks cannot delay anybody's next token.
     words = ["--requests", str(requests), "--itl-stretch", "0", *options, str(directory)]
     return [sys.executable, "-m", "quire.engine.tools", "bench", *words]
 
@@ -127,7 +127,7 @@ def gpu_work(scratch: Path, args: argparse.Namespace) -> list[Work]:
 
 
 def measure(work: Work, rounds: int, systems: set[str]) -> dict[str, Any]:
-    """Run every system in turn, `rounds` times; return medians.  A system that fails is left out of the result."""
+    """Run every system in turn, `rounds` times; return medians.  The result omits a system that fails."""
     seen: dict[str, list[dict[str, float]]] = {name: [] for name in work.systems if name in systems}
     for turn in range(rounds):
         for name, runs in seen.items():
@@ -156,7 +156,7 @@ def measure(work: Work, rounds: int, systems: set[str]) -> dict[str, Any]:
 
 
 def show(name: str, figures: dict[str, Any]) -> None:
-    """Print a line for each figure, a column for each system."""
+    """Print a table with a line for each figure and a column for each system."""
     systems = [key for key in figures if key != "work"]
     print(f"\n{name:32}" + "".join(f"{system:>18}" for system in systems))
     for key in dict.fromkeys(key for system in systems for key in figures[system]):

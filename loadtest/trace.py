@@ -1,6 +1,6 @@
-"""Traces: one `Job` for a request's lengths, one file format for what arrives.
+"""Traces: a `Job` has the lengths of one request; a trace file lists the requests of a run.
 
-A trace file holds one JSON object a line.  `read_trace()` lists the fields.  `write_requests()` writes the same jobs
+A trace file has one JSON object per line.  `read_trace()` lists the fields.  `write_requests()` writes the same jobs
 with their token ids, for offline systems that run in another environment (`engine.tools bench`, loadtest/peers).
 """
 
@@ -107,7 +107,7 @@ def read_trace(path: Path) -> list[Line]:
 
     prompt_seed                 default: the number of the line
     prefix_len, prefix_seed     length of a shared beginning; lines with the same seed share it
-    at_s                        second of arrival: in every line or in none, never before the line above
+    at_s                        second of arrival: in every line or in none, never earlier than in the line above
     tenant, priority, timeout_s the client (loadtest/clients.py)
     id                          ignored
 
@@ -154,7 +154,7 @@ def _job(fields: dict[str, Any], where: str, number: int) -> Job:
 
 
 def _client(fields: dict[str, Any], where: str) -> ClientProfile:
-    """Check JSON's own types here; the values are checked as those of the command line are."""
+    """Check the JSON types of a line.  The values are checked by the same functions as those of the command line."""
     readers: dict[str, tuple[tuple[type, ...], str, Callable[[str], Any]]] = {
         "tenant": ((str,), "a name", clients.parse_tenant),
         "priority": ((str, int), "a name or a whole number", clients.parse_priority),

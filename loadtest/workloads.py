@@ -73,9 +73,9 @@ def jobs(workload: str, count: int, seed: int, scale: float = 1.0) -> list[Job]:
     """Return `count` jobs of one of WORKLOADS; `scale` multiplies all lengths, for small servers.
 
     sharegpt, alpaca: lognormal lengths around their means.  uniform-50: 50 tokens in, 50 out.
-    Those of SHARED: their prefixes take turns.
+    Workloads of SHARED: successive jobs use the workload's prefixes in turn.
     agents: growing conversations.  The replay is open, so a turn does not wait for the turn before it and its earlier
-    answers are invented.  A prefix cache therefore finds the prompt of the turn before, but not its answer."""
+    answers are random tokens.  A prefix cache therefore finds the prompt of the turn before, but not its answer."""
 
     def scaled(tokens: int) -> int:
         return max(1, round(tokens * scale))
@@ -111,8 +111,8 @@ def jobs(workload: str, count: int, seed: int, scale: float = 1.0) -> list[Job]:
 def gaps(rate: float, burstiness: float, rng: random.Random) -> Iterator[float]:
     """Generate seconds between arrivals, endlessly: gamma-distributed with mean 1 / rate and shape `burstiness`.
 
-    1 is a Poisson process, smaller values arrive in clumps, large ones evenly.  The squared coefficient of variation is
-    1 / burstiness."""
+    1 gives a Poisson process; with smaller values arrivals come in clumps, with larger values evenly.  The
+    squared coefficient of variation is 1 / burstiness."""
     while True:
         yield rng.gammavariate(burstiness, 1.0 / (rate * burstiness))
 
@@ -132,8 +132,8 @@ def phases(
 def arrival_times(plan: list[Phase], burstiness: float, seed: int) -> list[tuple[float, str]]:
     """Return (second of arrival, name of its phase) of every request of a run.
 
-    Each phase starts a new process.  A Poisson process has no memory, so this changes nothing; any other process is
-    cut where the rate changes."""
+    Each phase starts a new arrival process.  A Poisson process has no memory, so this has no effect; any other process
+    is cut where the rate changes."""
     rng = random.Random(seed)
     times, start = [], 0.0
     for phase in plan:
@@ -155,7 +155,7 @@ def synthetic(workload: str, plan: list[Phase], burstiness: float, seed: int, sc
 
 
 def clip(arrivals: list[Arrival], context: int) -> list[Arrival]:
-    """Shorten requests to a model of `context` >= 2 tokens: prompts to at most half of them, outputs to the rest."""
+    """Shorten requests for a model with `context` >= 2 tokens: prompts to at most half of it, outputs to the rest."""
     clipped = []
     for arrival in arrivals:
         prompt = min(arrival.job.prompt_len, context // 2)
