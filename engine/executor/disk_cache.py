@@ -18,14 +18,21 @@ class CacheRefused(OperatorError):
 def cache_directory() -> Path:
     """Return $XDG_CACHE_HOME/quire, or ~/.cache/quire.  It may not exist yet.
 
-    A user without a home directory, such as any UID of a container, gets a directory in the temporary folder.
-    Raises CacheRefused."""
+    A user without a home directory, such as any UID of a container, gets a directory in the temporary folder.  So does
+    a user whose home is missing or cannot be written, unless the cache exists there already.  Raises CacheRefused."""
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base) / "quire"
-    try:
-        return Path.home() / ".cache" / "quire"
-    except RuntimeError:
-        return _temporary(Path(tempfile.gettempdir()) / f"quire-cache-{os.geteuid()}")
+    with contextlib.suppress(RuntimeError):  # the user has no home
+        directory = Path.home() / ".cache" / "quire"
+        if os.path.exists(directory) or _can_make(directory):
+            return directory
+    return _temporary(Path(tempfile.gettempdir()) / f"quire-cache-{os.geteuid()}")
+
+
+def _can_make(directory: Path) -> bool:
+    """Return whether this user may create a directory: its nearest existing parent can be written."""
+    parent = next(one for one in directory.parents if os.path.exists(one))
+    return os.access(parent, os.W_OK | os.X_OK)
 
 
 def _temporary(directory: Path) -> Path:

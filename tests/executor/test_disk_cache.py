@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -36,6 +37,21 @@ def test_a_user_without_a_home_has_a_private_directory(homeless: Path) -> None:
     assert found.parent == homeless
     assert found.stat().st_mode & 0o777 == 0o700
     assert cache_directory() == found  # again
+
+
+def test_a_home_that_cannot_be_written_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as HOME=/nonexistent, or / on a read-only root.  A cache that an image brings there is used all the same."""
+    home, temporary, access = tmp_path / "home", tmp_path / "temporary", os.access
+    temporary.mkdir()
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(os, "access", lambda path, mode: path not in (home, tmp_path) and access(path, mode))
+    monkeypatch.setenv("HOME", str(home))
+    assert cache_directory().parent == temporary  # it does not exist
+    home.mkdir()
+    assert cache_directory().parent == temporary
+    (home / ".cache/quire").mkdir(parents=True)
+    assert cache_directory() == home / ".cache/quire"
 
 
 @pytest.mark.parametrize("trap", ["wide", "link", "file"])
