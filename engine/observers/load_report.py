@@ -143,7 +143,7 @@ class LoadReport:
 
 
 def _steps_saved(core: Scheduler) -> dict[str, Any]:
-    """Return what the engine reports of drafts and forced tokens; no draft sources where nothing drafts."""
+    """Return the EngineLoad fields about drafts and forced tokens; no draft sources if no sequence can draft."""
     totals = core.report.totals
     sources = totals.drafted_tokens.items() if core.drafts.drafter is not None else ()
     return {

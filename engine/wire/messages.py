@@ -234,9 +234,9 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     slots_filled: float = 0.0  # fraction of the KV positions in held blocks with a token, 0 to 1; updated each second
     honours: list[str] = []  # newer request fields that the engine supports: LATER_FIELDS, PREDICTIONS, ADAPTERS
     adapters: list[str] = []  # LoRA adapters in its device slots, as in Generate.adapter
-    drafts: dict[str, tuple[int, int]] = {}  # (computed, accepted) since start, by source; empty: nothing drafts
+    drafts: dict[str, tuple[int, int]] = {}  # (computed, accepted) since start, by source; empty: drafts off
     refused_drafts: int = 0  # drafts found since start that steps did not compute, because they would not have paid
-    jumped_tokens: int = 0  # output tokens since start that a grammar forced and that took no step of their own
+    jumped_tokens: int = 0  # output tokens since start that a grammar forced and that took no decode step
 
 
 class TokenBatch(msgspec.Struct, frozen=True):

@@ -43,7 +43,7 @@ from quire.engine.wire.messages import Generate
 MARGIN = 1.03  # minimum predicted speedup for which drafts are computed, since predictions err
 PROBES = 1 / 200  # fraction of the time of steps without drafts that drafts may lose
 FIRST_CREDIT = 0.5  # initial credit, in steps without drafts
-MOST_CREDIT = 2.0  # maximum credit, in steps of the present size without drafts, however much time drafts have saved
+MOST_CREDIT = 2.0  # maximum credit, in decode-only steps of the batch size, however much time drafts have saved
 GROWTH = 2.0  # a step has at most this multiple of the drafts measured so far, since the time of more is unknown
 PROBE_TOKENS = 4  # draft tokens of a probe
 FIRST_RATE, FIRST_WEIGHT = 0.7, 2.0  # prior of a tenant's acceptance rate, and its weight in drafts
@@ -214,7 +214,7 @@ class DraftController:
         return max(seconds + max(0.0, tokens - count) * each, tokens * self._floor_s(seqs))
 
     def _floor_s(self, seqs: int) -> float:
-        """Minimum seconds of a draft: the more of a step of `seqs` sequences is arithmetic, the more.  0: not known."""
+        """Return the minimum seconds per draft; it grows with the fraction of a step that is arithmetic; 0: unknown."""
         alone, each = self._step_cost.exact_decode_s(seqs), self._step_cost.token_s
         return min(1.0, seqs * each / alone) * min(each, alone / seqs) if alone else 0.0
 

@@ -57,9 +57,9 @@ class StepCostModel:
         self.token_s += weight * (min(reading, OUTLIER * self.token_s) - self.token_s)
 
     def record_bound(self, seconds: float, seqs: int) -> None:
-        """Learn that `seqs` sequences alone take at most `seconds`: a step that computed more took as long.
+        """Record that a decode-only step of `seqs` sequences takes at most `seconds`: a larger step took so long.
 
-        If that is less than the average, the machine has become faster since steps without prompts were measured."""
+        If `seconds` is below the average, the machine has become faster since decode-only steps were measured."""
         average, count = self._nearby.get(load_class(seqs), (0.0, 0))
         if seconds < average:
             self._nearby[load_class(seqs)] = average + STEADY * (seconds - average), count
