@@ -6,7 +6,7 @@
                graph   o   o   o   o   o   o         o           any sampling settings
 
 Model and sampling are separate graphs, so that the two ways to sample share one capture of the model.  Steps with
-prompt slices have graphs of the model at a few more sizes (`mixed_ladder`), and use the same graphs of sampling.  Steps
+prompt slices have graphs of the model at a few more sizes (`slice_shapes`), and use the same graphs of sampling.  Steps
 with drafts have graphs of the model, too (`draft_shapes`); their sampling is launched eagerly.  All graphs share one
 memory pool, because they run one after another.
 """
@@ -29,7 +29,7 @@ SPLIT = 16  # with up to this many tokens of drafting sequences, attention treat
 Key = TypeVar("Key")
 
 
-def ladder(most: int) -> list[int]:
+def graph_sizes(most: int) -> list[int]:
     """Return the batch sizes worth a graph: close sizes waste little on padding, but each takes time at the start."""
     sizes = {1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 64), most}
     return sorted(size for size in sizes if size <= most)
@@ -41,13 +41,13 @@ def urgent(sizes: list[int]) -> list[int]:
     return list(dict.fromkeys([sizes[-1], *reversed(powers), *reversed(sizes)]))
 
 
-def rung(sizes: list[int], count: int) -> int | None:
+def next_size(sizes: list[int], count: int) -> int | None:
     """Return the smallest size that holds `count`; None: no size does."""
     at = bisect.bisect_left(sizes, count)
     return sizes[at] if at < len(sizes) else None
 
 
-def mixed_ladder(max_seqs: int, step_tokens: int) -> list[Shape]:
+def slice_shapes(max_seqs: int, step_tokens: int) -> list[Shape]:
     """Return the shapes of steps with slices worth a graph.  Larger steps keep the device busy while they launch."""
     shapes = []
     for tokens in (64, 128, 256, 512, 1024, 2048):
@@ -76,7 +76,7 @@ def draft_shapes(max_seqs: int, step_tokens: int) -> list[Shape]:
 
 def mixed_shapes(max_seqs: int, step_tokens: int, *, drafts: bool) -> list[Shape]:
     """Return the shapes of all steps with slices worth a graph; `drafts`: also of steps with drafts."""
-    return mixed_ladder(max_seqs, step_tokens) + (draft_shapes(max_seqs, step_tokens) if drafts else [])
+    return slice_shapes(max_seqs, step_tokens) + (draft_shapes(max_seqs, step_tokens) if drafts else [])
 
 
 def memory_first(shapes: Iterable[Shape]) -> list[Shape]:

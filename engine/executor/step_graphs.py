@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quire.engine.executor.batch import Batch, Mixed
 from quire.engine.executor.drafts import DraftRows, Verified
-from quire.engine.executor.graphs import Graphs, SecondUse, Where, capture_all, memory_first, rung, urgent
+from quire.engine.executor.graphs import Graphs, SecondUse, Where, capture_all, memory_first, next_size, urgent
 from quire.engine.executor.lora.adapter_graphs import AdapterGraphs
 from quire.engine.executor.shapes import Shape, Shapes
 from quire.engine.executor.step_launches import StepLaunches
@@ -61,7 +61,7 @@ class StepGraphs:
 
     def padded(self, count: int) -> int:
         """Return the number of rows that a step of `count` rows computes, padding included."""
-        return rung(self._sizes, count) or count
+        return next_size(self._sizes, count) or count
 
     # ----------------------------------------------------------------------------------------------------- every step
 

@@ -16,7 +16,7 @@ from quire.engine.executor.batch import Batch, StepTensors, Targets
 from quire.engine.executor.drafts import DraftRows, Verified, verify
 from quire.engine.executor.lora.sites import Sites
 from quire.engine.executor.models.fused import Forward
-from quire.engine.executor.ranks.divided_logits import DividedLogits
+from quire.engine.executor.ranks.vocab_parallel import VocabParallelLogits
 from quire.engine.executor.sampling import TARGET_ROWS, Logprobs, Report, SamplerBank, logprobs_from
 from quire.engine.executor.shapes import Shape
 from quire.engine.executor.step_output import StepOutput
@@ -31,13 +31,13 @@ class StepLaunches:
         batch: Batch,
         samplers: SamplerBank,
         output: StepOutput,
-        divided: DividedLogits | None,
+        vocab_parallel: VocabParallelLogits | None,
         sites: Sites | None = None,
     ) -> None:
-        """`divided`: vocab-parallel logits; None: this rank computes all columns.  `sites`: GEMMs that take LoRA
+        """`vocab_parallel`: vocab-parallel logits; None: this rank computes all columns.  `sites`: GEMMs that take LoRA
         adapters; None: there are none."""
         self._model, self._batch, self._samplers = model, batch, samplers
-        self._output, self._divided, self._sites = output, divided, sites
+        self._output, self._vocab_parallel, self._sites = output, vocab_parallel, sites
 
     def forward(self, step: StepTensors) -> Forward:
         """Return the forward pass of a step.  Its layers run at the first call for logits, before the next step."""
@@ -49,7 +49,7 @@ class StepLaunches:
         """Return logits [., V] of tokens `at` of a step (None: of all tokens), written to `out` if given.
 
         If logits are vocab-parallel, only this rank's columns are returned, unless `whole`."""
-        return forward.logits(at, out, own=self._divided is not None and not whole)
+        return forward.logits(at, out, own=self._vocab_parallel is not None and not whole)
 
     def score(self, forward: Forward, asked: Targets) -> Logprobs:
         """Prompt logprobs of one slice, TARGET_ROWS positions at a time, so that long prompts fit."""
@@ -72,10 +72,10 @@ class StepLaunches:
             self._batch.finish(tokens)
             return verified
         logits = logits[:count]  # a step padded to the size of one with drafts has more
-        if self._divided is not None and not general:
-            self._divided.choose_likeliest(logits, step.sample_slots, tokens, outcomes)
+        if self._vocab_parallel is not None and not general:
+            self._vocab_parallel.choose_argmax(logits, step.sample_slots, tokens, outcomes)
         else:
-            whole = logits if self._divided is None else self._divided.whole(logits)
+            whole = logits if self._vocab_parallel is None else self._vocab_parallel.whole(logits)
             self._samplers.run(whole, step.sample_slots, step.known, tokens, outcomes, general)
         self._batch.finish(tokens)
         return None

@@ -31,7 +31,7 @@ from quire.engine.executor.constraints import IMPOSSIBLE, Constraints
 from quire.engine.executor.drafts import Verified
 from quire.engine.executor.followers import Follower, advance, forced_tokens
 from quire.engine.executor.grammars import Grammars
-from quire.engine.executor.graphs import ladder, mixed_shapes
+from quire.engine.executor.graphs import graph_sizes, mixed_shapes
 from quire.engine.executor.host_memory import HostMemory
 from quire.engine.executor.kv_cache import KV_DTYPES, Caches, allocate, blocks_that_fit, bytes_per_token
 from quire.engine.executor.kv_groups import (
@@ -51,8 +51,8 @@ from quire.engine.executor.memory_plan import MemoryPlan
 from quire.engine.executor.models.fused import own_columns
 from quire.engine.executor.models.hf import LoadedModel
 from quire.engine.executor.models.recurrent.states import States, state_bytes
-from quire.engine.executor.ranks.divided_logits import DividedLogits
 from quire.engine.executor.ranks.ranks import ALONE, Ranks
+from quire.engine.executor.ranks.vocab_parallel import VocabParallelLogits
 from quire.engine.executor.sampling import NOT_FINITE, NOTHING_ALLOWED, Logprobs, SamplerBank
 from quire.engine.executor.staging import Staging
 from quire.engine.executor.state_memory import divide_states
@@ -127,7 +127,7 @@ class Worker:
             sizes = {"vocab_size": vocab_size, "kept_bytes": config.grammar_memory_mib << 20}
             self.grammars = Grammars(model.directory, **sizes, eos_ids=model.eos_ids, mask=masks.host)
         columns = own_columns(self._model) if ranks.size > 1 else 0
-        self._divided = DividedLogits(ranks, vocab_size, columns) if columns else None
+        self._vocab_parallel = VocabParallelLogits(ranks, vocab_size, columns) if columns else None
         following = Constraints(masks.host, vocab_size, self.grammars), masks
         self._samplers = SamplerBank(max_seqs=max_seqs, vocab_size=vocab_size, device=device, following=following)
         # Sized for a full prompt step (at most 56 bytes per token) and for some thousands of table entries.
@@ -135,7 +135,7 @@ class Worker:
         self._outputs = StepOutputs(max_seqs, device, GPU_DEPTH)
         has_graphs = self._gpu and config.graph_seconds > 0
         # Output buffer of the graphs: float32 logits.
-        columns = self._divided.columns if self._divided is not None else vocab_size
+        columns = self._vocab_parallel.columns if self._vocab_parallel is not None else vocab_size
         shapes = mixed_shapes(max_seqs, step_tokens, drafts=self.draft_tokens > 0) if self._gpu else []
         rows = max([max_seqs, *(shape.logits for shape in shapes)]) if has_graphs else 0
         graph_logits = torch.zeros(rows, columns, dtype=torch.float32, device=device)
@@ -143,10 +143,10 @@ class Worker:
         self._launches = self._new_launches(self._batch)
         self._graphs = StepGraphs(
             *(self._launches, self._batch, graph_logits),
-            sizes=ladder(max_seqs) if self._gpu else [],
+            sizes=graph_sizes(max_seqs) if self._gpu else [],
             shapes=shapes,
             seconds=config.graph_seconds,
-            agree=ranks.least,
+            agree=ranks.all_min,
         )
         self._look_ahead = True  # StepPlan.look_ahead of the last plan
         started = time.monotonic()
@@ -207,7 +207,7 @@ class Worker:
             device=self.device,
             activations=self._planned_activations(kv_dtype),
             cpu_budget=memory.kv - taken,
-            agree=self._ranks.least,
+            agree=self._ranks.all_min,
         )
         if (fits := self.blocks * config.block_size) < model.max_model_len:
             log.warning(
@@ -231,7 +231,7 @@ class Worker:
             self._states.report(self.blocks * token_bytes * config.block_size)
             caches = self._states.attached(caches)
         self._batch = self._new_batch(caches, block_ids(self.blocks, windows))
-        self.swap = swap_for(caches, self._ranks.least(memory.swap))
+        self.swap = swap_for(caches, self._ranks.all_min(memory.swap))
         hosts = self.swap.window_host_blocks
         specs = [group.spec(host, config.block_size) for group, host in zip(windows, hosts, strict=True)]
         self.kv = KVMemory(token_bytes, specs, shapes_by_group(caches))
@@ -266,7 +266,7 @@ class Worker:
         )
 
     def _new_launches(self, batch: Batch) -> StepLaunches:
-        sampling = self._samplers, self._outputs.device, self._divided
+        sampling = self._samplers, self._outputs.device, self._vocab_parallel
         return StepLaunches(self._model, batch, *sampling, self._loaded.sites)
 
     @property
@@ -455,8 +455,8 @@ class Worker:
     def _pending(self, launched: Launched, logits: Tensor, verified: Verified | None) -> Pending:
         """Start the copy of the step's output to the host."""
         slots = self._batch.decoding_slots
-        if self._divided is not None and (self._samplers.reporting or launched.candidates):
-            logits = self._divided.whole(logits[: len(slots) + len(launched.candidates)])
+        if self._vocab_parallel is not None and (self._samplers.reporting or launched.candidates):
+            logits = self._vocab_parallel.whole(logits[: len(slots) + len(launched.candidates)])
         logprobs = self._samplers.logprobs(logits, slots, self._outputs.device.tokens)
         candidates = find_candidates(logits, len(slots), launched.candidates)
         output, clock = self._outputs.copy()

@@ -40,7 +40,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.executor import loading
 from quire.engine.executor.errors import ModelLoadError, UnsupportedModel, one_line
 from quire.engine.executor.models import served_config, text_tower
-from quire.engine.executor.models.bars import no_bars
+from quire.engine.executor.models.progress_bars import no_bars
 from quire.engine.llm import LLM
 from quire.engine.tools.tiny_checkpoints import MORE_LAYERS, VOCAB, make_checkpoint
 from quire.engine.wire.messages import Sampling

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from quire.engine.executor.models.bars import no_bars
+from quire.engine.executor.models.progress_bars import no_bars
 
 VOCAB = 640
 MAX_LEN = 512  # positions

@@ -8,10 +8,10 @@ from quire.engine.executor.graphs import (
     SecondUse,
     capture_all,
     draft_shapes,
-    ladder,
+    graph_sizes,
     memory_first,
-    mixed_ladder,
-    rung,
+    next_size,
+    slice_shapes,
     urgent,
 )
 from quire.engine.executor.shapes import Shape, Shapes
@@ -19,34 +19,34 @@ from quire.engine.executor.shapes import Shape, Shapes
 
 @pytest.mark.parametrize("most", [1, 3, 40, 256, 1000, 1024])
 def test_every_batch_has_a_rung_not_much_larger(most: int) -> None:
-    sizes = ladder(most)
+    sizes = graph_sizes(most)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == most
     for count in range(1, most + 1):
-        size = rung(sizes, count)
+        size = next_size(sizes, count)
         assert size is not None
         assert count <= size < count + 64
         assert size - count <= max(7, count * 0.25)
-    assert rung(sizes, most + 1) is None
+    assert next_size(sizes, most + 1) is None
     assert sorted(urgent(sizes)) == sizes
     assert urgent(sizes)[0] == most
 
 
 def test_steps_with_slices_fit_the_buffers() -> None:
-    for shape in mixed_ladder(256, 1024):
+    for shape in slice_shapes(256, 1024):
         assert shape.decodes + shape.slices <= 256
         assert shape.decodes + shape.tokens <= 1024
         assert shape.samples == shape.logits
-    assert mixed_ladder(2, 8) == []
+    assert slice_shapes(2, 8) == []
     # However few slots there are, nearly all of them may decode together with a slice.
-    assert max(shape.decodes for shape in mixed_ladder(40, 256)) == 36
+    assert max(shape.decodes for shape in slice_shapes(40, 256)) == 36
 
 
 @pytest.mark.parametrize("decodes", [1, 15, 17, 65, 100, 193, 252])
 @pytest.mark.parametrize("tokens", [1, 60, 200, 2000])
 def test_a_step_with_slices_is_padded_to_the_fewest_tokens(decodes: int, tokens: int) -> None:
     """A few more decoding slots than a size has must not cost the largest size of slices."""
-    shapes = mixed_ladder(256, 8192)
+    shapes = slice_shapes(256, 8192)
     exact = Shape(decodes, tokens, 1, decodes + 1, decodes + 1)
     padded = Shapes(shapes).padded(exact)
     if padded == exact:
@@ -59,7 +59,7 @@ def test_a_step_with_slices_is_padded_to_the_fewest_tokens(decodes: int, tokens:
 
 
 def test_the_mixed_step_of_most_tokens_gives_the_others_their_memory() -> None:
-    shapes = mixed_ladder(256, 8192)
+    shapes = slice_shapes(256, 8192)
     order = [shape.decodes + shape.tokens for shape in memory_first(shapes)]
     assert order[0] == max(order)
     assert order[1:] == sorted(order[1:])

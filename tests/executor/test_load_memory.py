@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quire.engine.executor.models.bars import no_bars
+from quire.engine.executor.models.progress_bars import no_bars
 from tests import warm
 from tests.pace import patience
 from tests.quantised import KINDS

@@ -55,7 +55,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_all_ranks(tmp_path: Path, d
 def test_the_largest_number_of_all_ranks(tmp_path: Path) -> None:
     def compute(ranks: Ranks) -> tuple[Tensor, Tensor]:
         mine = part(ranks.rank, 3)
-        return mine, ranks.greatest(mine)
+        return mine, ranks.all_max(mine)
 
     found = of_all_ranks(tmp_path / "meeting", compute)
     wanted = torch.stack([part(rank, 3) for rank in range(SIZE)]).amax(0)

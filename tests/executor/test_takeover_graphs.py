@@ -17,7 +17,7 @@ import torch
 
 from quire.engine.config import EngineConfig
 from quire.engine.executor import loading, local, ops, step_graphs
-from quire.engine.executor.graphs import Graphs, ladder, mixed_ladder
+from quire.engine.executor.graphs import Graphs, graph_sizes, slice_shapes
 from quire.engine.llm import LLM
 from quire.engine.wire.messages import Sampling
 from tests.checkpoints import VOCAB
@@ -82,8 +82,8 @@ def taken_over(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> LLM:
         made._launches,
         made._batch,
         torch.zeros(MAX_SEQS, VOCAB),
-        sizes=ladder(MAX_SEQS),
-        shapes=mixed_ladder(MAX_SEQS, STEP_TOKENS),
+        sizes=graph_sizes(MAX_SEQS),
+        shapes=slice_shapes(MAX_SEQS, STEP_TOKENS),
         seconds=made._config.graph_seconds,
     )
     made._graphs.postpone()

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 
 from quire.engine.executor.errors import ModelLoadError, UnsupportedModel, one_line
 from quire.engine.executor.models import multimodal, text_tower
-from quire.engine.executor.models.bars import no_bars
 from quire.engine.executor.models.config_errors import field_reason
 from quire.engine.executor.models.precision import check_dtype, check_stored_dtypes
+from quire.engine.executor.models.progress_bars import no_bars
 from quire.engine.executor.models.quantised.plain_weights import PlainWeights, Weights
 from quire.engine.executor.models.quantised.quantisation import read_quantisation
 from quire.engine.executor.models.quantised.quantising import Quantising

@@ -4,7 +4,7 @@
                                      that no sum depends on the batch
                     add_and_norm     all_reduce, added to the residual, and the norm after it
                     gather_columns   the ranks' columns side by side: logits
-                    keep_greatest    maximum of each value: the argmax of vocab-parallel logits
+                    all_max_on_device    maximum of each value: the argmax of vocab-parallel logits
     on the host     least, barrier   decisions that every rank must take alike
                     greatest         maximum of each value: scales of rows of which each rank has some columns
 
@@ -70,19 +70,19 @@ class Ranks:
 
     def _use_one_shot(self, store: Any, name: str) -> None:
         """All-reduce tensors of up to a few MiB by our own kernel, if it works on all ranks."""
-        if not self.least(not OneShot.made):
+        if not self.all_min(not OneShot.made):
             log.info("all-reduces go through NCCL: another executor of this process owns the one-shot all-reduce")
             return
-        multiprocessors = self.least(torch.cuda.get_device_properties(self.rank).multi_processor_count)
+        multiprocessors = self.all_min(torch.cuda.get_device_properties(self.rank).multi_processor_count)
         one_shot, reason = None, ""
         try:
             one_shot = OneShot(name, store, self.rank, self.size, self._host, multiprocessors)
         except (RuntimeError, AttributeError, TypeError) as error:  # no peer access, or another version of torch
             reason = one_line(error)
-        if self.least(one_shot is not None):  # else a kernel would wait for a rank that never launches it
+        if self.all_min(one_shot is not None):  # else a kernel would wait for a rank that never launches it
             assert one_shot is not None
             reason = one_shot.wrong(self.all_reduce)
-            if self.least(not reason):
+            if self.all_min(not reason):
                 self.one_shot = one_shot
                 return
         log.warning(
@@ -165,7 +165,7 @@ class Ranks:
             place.copy_(theirs[..., : place.shape[-1]])
         return out
 
-    def keep_greatest(self, values: Tensor) -> None:
+    def all_max_on_device(self, values: Tensor) -> None:
         """Replace each value, on the device, with the maximum over the ranks."""
         if self.size > 1:
             options = c10d.AllreduceOptions()
@@ -180,7 +180,7 @@ class Ranks:
             group = self._device if tensor.is_cuda else self._host
             _finish(group.broadcast([tensor], options))
 
-    def least(self, value: int) -> int:
+    def all_min(self, value: int) -> int:
         """Return the minimum of the ranks' values.  On the host; waits for all ranks."""
         if self.size > 1:
             shared = torch.tensor([value], dtype=torch.int64)
@@ -190,7 +190,7 @@ class Ranks:
             value = int(shared)
         return value
 
-    def greatest(self, values: Tensor) -> Tensor:
+    def all_max(self, values: Tensor) -> Tensor:
         """Return the maximum of the ranks' values, element by element.  On the host; waits for all ranks."""
         if self.size == 1:
             return values
@@ -202,7 +202,7 @@ class Ranks:
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
-        self.least(0)
+        self.all_min(0)
 
     def first_then_others(self, run: Callable[[], Result]) -> Result:
         """Return the result of `run`.  Rank 0 runs first, so that the other ranks find its files in a cache."""

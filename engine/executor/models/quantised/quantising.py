@@ -197,7 +197,7 @@ class Quantising:
                     self.kept[full] = stored
                     setattr(parent, name, Awaiting(child, DTYPE[ROUNDED[stored]], self._device, stored=True))
                 elif self.kind is not None and _fits(child, self.kind, self._device):
-                    whole = self._ranks.greatest if full in self._divided else None
+                    whole = self._ranks.all_max if full in self._divided else None
                     awaiting = Awaiting(child, DTYPE[self.kind], self._device, stored=False, largest_of_rows=whole)
                     setattr(parent, name, awaiting)
 

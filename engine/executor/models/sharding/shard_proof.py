@@ -70,7 +70,7 @@ def prove_parts(whole: PreTrainedModel, parts: PreTrainedModel, sharding: Shardi
     # Rounding may change the expert of a token in a mixture: so the median token decides.
     each = (logits - wanted.logits).abs().amax(-1) / wanted.logits.abs().max()
     # All ranks must decide equally.
-    if not ranks.least(bool(each.median() < MOST_DRIFT)):
+    if not ranks.all_min(bool(each.median() < MOST_DRIFT)):
         table = "the shards of transformers' table do not add up to the unsharded model"
         raise UnsupportedModel(
             f"{kind}: --tensor-parallel: {table} (logits differ by {drift_of(logits, wanted.logits):.0e})"

@@ -81,7 +81,7 @@ def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, 
     writers."""
     from transformers import GenerationConfig
 
-    from quire.engine.executor.models.bars import no_bars
+    from quire.engine.executor.models.progress_bars import no_bars
 
     directory.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f"{directory.name}.", dir=directory.parent))

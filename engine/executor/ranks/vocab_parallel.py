@@ -18,7 +18,7 @@ from quire.engine.executor.ranks.ranks import Ranks
 LEAST = torch.iinfo(torch.int64).min  # key below all others: a rank without columns
 
 
-class DividedLogits:
+class VocabParallelLogits:
     """One rank's columns of the logits [., V]: `columns` tokens from rank * columns on."""
 
     def __init__(self, ranks: Ranks, vocab_size: int, columns: int) -> None:
@@ -33,12 +33,12 @@ class DividedLogits:
         """Return the complete logits [N, V] from this rank's [N, columns].  All ranks must call this."""
         return self._ranks.gather_columns(own, self._vocab)
 
-    def choose_likeliest(self, own: Tensor, slots: Tensor, tokens: Tensor, outcome: Tensor) -> None:
+    def choose_argmax(self, own: Tensor, slots: Tensor, tokens: Tensor, outcome: Tensor) -> None:
         """Choose the argmax of each row, as `SamplerBank.run` does if `general` is false.
 
         own [N, columns]; slots [N] i64; tokens [N] i64 and outcome [N] u8 are written.  All ranks must call this."""
         keys = torch.full_like(slots, LEAST)
         if self._mine:
             ops.likeliest(own[:, : self._mine], self._first, keys)
-        self._ranks.keep_greatest(keys)
+        self._ranks.all_max_on_device(keys)
         ops.chosen(keys, slots, tokens, outcome)
