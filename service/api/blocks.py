@@ -16,7 +16,7 @@ from quire.service.api.format import Prompted
 from quire.service.api.position import Position
 from quire.service.api.valid_request import ValidRequest
 from quire.service.common.pacing import Pacer
-from quire.service.output.pieces import Piece
+from quire.service.output.choice_delta import ChoiceDelta
 from quire.service.output.regions import CallDelta
 
 Kind = Literal["text", "reasoning", "call"]
@@ -46,9 +46,9 @@ class Blocks:
     def __init__(self) -> None:
         self.found: list[Block] = []
 
-    def add(self, piece: Piece) -> Iterator[tuple[Step, Block, str]]:
+    def add(self, delta: ChoiceDelta) -> Iterator[tuple[Step, Block, str]]:
         """Yield the steps of a delta: a block opens, grows by a non-empty text, or closes."""
-        for part in piece.ordered():
+        for part in delta.ordered():
             if isinstance(part, CallDelta):
                 kind: Kind = "call"
                 text, begins = part.arguments, part.name is not None
@@ -64,7 +64,7 @@ class Blocks:
             if text:
                 self.found[-1].parts.append(text)
                 yield "grow", self.found[-1], text
-        if piece.finish is not None:
+        if delta.finish is not None:
             yield from self._close()
 
     @property
@@ -99,12 +99,12 @@ class BlockFormat:
         """Begin from the start, whatever the client has."""
         self._cached = max(cached)
 
-    async def prepare(self, piece: Piece, *, with_prompt: bool | None = None) -> None:
+    async def prepare(self, delta: ChoiceDelta, *, with_prompt: bool | None = None) -> None:
         """Do nothing, since log probabilities are encoded with their block."""
 
     async def prepare_end(self, pacer: Pacer) -> None:
         """Do nothing, since the end of a stream does not repeat the answer."""
 
-    def _count(self, piece: Piece) -> None:
-        self._tokens[0] += len(piece.token_ids)
-        self._cached = max(self._cached, piece.cached_tokens)
+    def _count(self, delta: ChoiceDelta) -> None:
+        self._tokens[0] += len(delta.token_ids)
+        self._cached = max(self._cached, delta.cached_tokens)

@@ -21,7 +21,7 @@ from quire.service.api.valid_request import ValidRequest
 from quire.service.api.whole_answers import WholeChoice
 from quire.service.common.pacing import Pacer, Turns
 from quire.service.common.refusal import Refusal
-from quire.service.output.pieces import Piece
+from quire.service.output.choice_delta import ChoiceDelta
 
 ONE_PART_BYTES = 64 * 1024  # a complete answer up to this size is one part
 
@@ -40,10 +40,10 @@ class AnswerFormat(Protocol):
     def skip(self, had: Position, cached: list[int], reasoning: list[int], predictions: list[Predictions]) -> None:
         """Continue after the position that a resuming client already has."""
 
-    async def prepare(self, piece: Piece, *, with_prompt: bool | None = None) -> None:
+    async def prepare(self, delta: ChoiceDelta, *, with_prompt: bool | None = None) -> None:
         """Do the slow part of a delta's `chunk`, while other requests run."""
 
-    def chunk(self, piece: Piece) -> bytes:
+    def chunk(self, delta: ChoiceDelta) -> bytes:
         """Return the events of a delta; b"" if the client can see none of it yet."""
 
     def idle(self) -> bytes:
@@ -61,7 +61,7 @@ class AnswerFormat(Protocol):
     async def prepare_end(self, pacer: Pacer) -> None:
         """Do the slow part of `done`, and of storing the answer, while other requests run."""
 
-    async def whole(self, pieces: list[Piece], pacer: Pacer) -> list[bytes]:
+    async def whole(self, deltas: list[ChoiceDelta], pacer: Pacer) -> list[bytes]:
         """Return the body of a non-streaming answer, in parts, from all its deltas.  Other requests run meanwhile."""
 
 
@@ -179,65 +179,65 @@ class Format:
         counts = [str(count) if begun else "" for count, begun in zip(tokens, self._started, strict=True)]
         return b"id: %s:%s%s\n" % (self._id, ",".join(counts).encode(), self._stage)
 
-    def chunk(self, piece: Piece) -> bytes:
+    def chunk(self, delta: ChoiceDelta) -> bytes:
         """Return the events of a delta; b"" if the client can see none of it yet."""
-        choice, valid = piece.choice, self._valid
+        choice, valid = delta.choice, self._valid
         begins, self._started[choice] = not self._started[choice], True
         role = (
             self._event(choice, {"delta": {"role": "assistant", "content": self._repeated(choice)}}, None, first=True)
             if begins and valid.chat
             else b""
         )
-        self._usage.add(piece)
-        plain = piece.finish is None and piece.logprobs is None and not valid.return_token_ids
-        if not begins and plain and not valid.continuous_usage and not (piece.reasoning or piece.calls):
-            if not piece.text:
+        self._usage.add(delta)
+        plain = delta.finish is None and delta.logprobs is None and not valid.return_token_ids
+        if not begins and plain and not valid.continuous_usage and not (delta.reasoning or delta.calls):
+            if not delta.text:
                 return b""
-            return self._event_id() + self._text_heads[choice] + msgspec.json.encode(piece.text) + self._text_tail
+            return self._event_id() + self._text_heads[choice] + msgspec.json.encode(delta.text) + self._text_tail
         if valid.chat:
-            return role + self._chat_event(piece)
-        text = self._prompts[choice // valid.n].text + piece.text if begins else piece.text
-        if piece.finish is not None:
+            return role + self._chat_event(delta)
+        text = self._prompts[choice // valid.n].text + delta.text if begins else delta.text
+        if delta.finish is not None:
             self._end(choice)
-        elif not (text or piece.logprobs or (valid.return_token_ids and piece.token_ids)):
+        elif not (text or delta.logprobs or (valid.return_token_ids and delta.token_ids)):
             self._started[choice] = not begins
             return b""
-        return self._event(choice, {"text": text}, piece, first=begins)
+        return self._event(choice, {"text": text}, delta, first=begins)
 
     def _repeated(self, choice: int) -> str:
         """Return the text with which a chat's answer begins (`echo`)."""
         return self._valid.repeated[choice // self._valid.n] if self._valid.repeated else ""
 
-    def _chat_event(self, piece: Piece) -> bytes:
+    def _chat_event(self, delta: ChoiceDelta) -> bytes:
         """Return the event of a delta; the last one has both text and `finish_reason`, as in vLLM."""
-        delta: dict[str, Any] | None = self._delta(piece)
-        if not delta and (piece.content or (self._valid.return_token_ids and piece.token_ids)):
-            delta = {"content": ""}
-        if piece.finish is not None:
-            self._end(piece.choice)
-            delta = delta or ({"content": ""} if self._valid.reading is None else {})
-        elif not delta:
+        message: dict[str, Any] | None = self._delta(delta)
+        if not message and (delta.content or (self._valid.return_token_ids and delta.token_ids)):
+            message = {"content": ""}
+        if delta.finish is not None:
+            self._end(delta.choice)
+            message = message or ({"content": ""} if self._valid.reading is None else {})
+        elif not message:
             return b""
-        return self._event(piece.choice, {"delta": delta}, piece)
+        return self._event(delta.choice, {"delta": message}, delta)
 
-    def _delta(self, piece: Piece) -> dict[str, Any]:
+    def _delta(self, delta: ChoiceDelta) -> dict[str, Any]:
         """Return the field `delta` of an event, with all regions of the delta: its event id counts all its tokens."""
-        delta: dict[str, Any] = {}
-        if piece.reasoning and not self._valid.hide_reasoning:
-            delta["reasoning"] = delta["reasoning_content"] = piece.reasoning
-        if piece.text:
-            delta["content"] = piece.text
-        if piece.calls:
-            delta["tool_calls"] = self._calls(piece)
-        return delta
+        message: dict[str, Any] = {}
+        if delta.reasoning and not self._valid.hide_reasoning:
+            message["reasoning"] = message["reasoning_content"] = delta.reasoning
+        if delta.text:
+            message["content"] = delta.text
+        if delta.calls:
+            message["tool_calls"] = self._calls(delta)
+        return message
 
-    def _calls(self, piece: Piece) -> list[dict[str, Any]]:
+    def _calls(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
         """Return the field `tool_calls` for a delta, with one entry per call."""
         found: dict[int, dict[str, Any]] = {}
-        for new in piece.calls:
+        for new in delta.calls:
             call = found.setdefault(new.index, {"index": new.index})
             if new.name is not None:
-                call |= {"id": call_id(self.request_id, piece.choice, new.index), "type": "function"}
+                call |= {"id": call_id(self.request_id, delta.choice, new.index), "type": "function"}
                 call["function"] = {"name": new.name, "arguments": new.arguments}
             else:
                 function = call.setdefault("function", {"arguments": ""})
@@ -248,23 +248,23 @@ class Format:
         self,
         choice: int,
         body: dict[str, Any],
-        piece: Piece | None,
+        delta: ChoiceDelta | None,
         *,
         first: bool = False,
     ) -> bytes:
-        """Return one event.  `piece`: delta; None for the event with the role.  `first`: first event of a choice."""
+        """Return one event.  `delta`: delta; None for the event with the role.  `first`: first event of a choice."""
         valid = self._valid
         entry: dict[str, Any] = {"index": choice, **body, "logprobs": None, "finish_reason": None}
         if not valid.return_token_ids:
             entry |= dict.fromkeys(vllm_keys.CHAT_CHUNK if valid.chat else vllm_keys.COMPLETION_CHUNK)
-        if piece is not None:
-            entry["finish_reason"] = piece.finish
-            if piece.finish is not None or not valid.chat:
-                entry["stop_reason"] = piece.stop_reason
-            if piece.logprobs is not None:
-                entry["logprobs"] = self._logprobs(piece, with_prompt=first)
+        if delta is not None:
+            entry["finish_reason"] = delta.finish
+            if delta.finish is not None or not valid.chat:
+                entry["stop_reason"] = delta.stop_reason
+            if delta.logprobs is not None:
+                entry["logprobs"] = self._logprobs(delta, with_prompt=first)
             if valid.return_token_ids:
-                entry["token_ids"] = piece.token_ids
+                entry["token_ids"] = delta.token_ids
         opened = self._open
         if first:
             prompt = self._prompts[choice // valid.n].token_ids if valid.return_token_ids else None
@@ -295,16 +295,16 @@ class Format:
     async def prepare_end(self, pacer: Pacer) -> None:
         """Do nothing, since the end of a stream does not repeat the answer."""
 
-    async def whole(self, pieces: list[Piece], pacer: Pacer) -> list[bytes]:
+    async def whole(self, deltas: list[ChoiceDelta], pacer: Pacer) -> list[bytes]:
         """Return the body of a non-streaming answer, in parts.
 
-        `pieces`: all deltas of all choices, in order of arrival."""
+        `deltas`: all deltas of all choices, in order of arrival."""
         turns = Turns(pacer)
-        for piece in pieces:
-            self._usage.add(piece)
+        for delta in deltas:
+            self._usage.add(delta)
             await turns.pause()
         scored = self._valid.sampling.logprobs >= 0
-        by_choice = await whole_answers.gathered(pieces, len(self._usage.tokens), turns, scored=scored)
+        by_choice = await whole_answers.gathered(deltas, len(self._usage.tokens), turns, scored=scored)
         parts, separator, scores = [self._open], b',"choices":[', b"null"
         for index, (at, joined) in enumerate(self._returned(by_choice)):
             await self.prepare(joined, with_prompt=True, turns=turns)
@@ -334,7 +334,7 @@ class Format:
         ) * self._valid.prompt_logprobs
         return vllm_keys.nulls(vllm_keys.CHAT_ANSWER, present)
 
-    def _returned(self, by_choice: list[WholeChoice]) -> Iterator[tuple[int, Piece]]:
+    def _returned(self, by_choice: list[WholeChoice]) -> Iterator[tuple[int, ChoiceDelta]]:
         """Yield (choice, its joined delta) for each choice to return: all, or the most probable ones of each prompt."""
         valid = self._valid
         for first in range(0, len(by_choice), valid.n):
@@ -343,12 +343,12 @@ class Format:
                 group = by_choice[first : first + valid.n]
                 places = best_of.likeliest([one.logprobs for one in group], valid.best)
             for at in places:
-                joined = by_choice[first + at].piece()
+                joined = by_choice[first + at].delta()
                 if valid.hide_logprobs:
                     joined.logprobs = joined.offsets = None
                 yield first + at, joined
 
-    async def _whole_calls(self, whole: Piece, turns: Turns) -> list[msgspec.Raw]:
+    async def _whole_calls(self, whole: ChoiceDelta, turns: Turns) -> list[msgspec.Raw]:
         """Return the JSON of each tool call of a choice."""
         found = []
         for new in whole.calls:
@@ -358,7 +358,7 @@ class Format:
             await turns.pause()
         return found
 
-    def _choice(self, whole: Piece, last: Piece, calls: list[msgspec.Raw]) -> dict[str, Any]:
+    def _choice(self, whole: ChoiceDelta, last: ChoiceDelta, calls: list[msgspec.Raw]) -> dict[str, Any]:
         valid, prompt = self._valid, self._prompts[whole.choice // self._valid.n]
         entry: dict[str, Any] = {"index": whole.choice}
         if valid.chat:
@@ -390,27 +390,27 @@ class Format:
 
     # -- logprobs
 
-    async def prepare(self, piece: Piece, *, with_prompt: bool | None = None, turns: Turns | None = None) -> None:
+    async def prepare(self, delta: ChoiceDelta, *, with_prompt: bool | None = None, turns: Turns | None = None) -> None:
         """Encode the logprobs of a delta if they are long.  Other requests run meanwhile.
 
         `with_prompt`: include the prompt's logprobs; None: include them if this is the choice's first delta."""
-        if piece.logprobs is not None:
-            begins = not self._started[piece.choice] if with_prompt is None else with_prompt
-            piece.encoded = await self._scores.encode_long(self._columns(piece, with_prompt=begins), turns)
+        if delta.logprobs is not None:
+            begins = not self._started[delta.choice] if with_prompt is None else with_prompt
+            delta.encoded = await self._scores.encode_long(self._columns(delta, with_prompt=begins), turns)
 
-    def _logprobs(self, piece: Piece, *, with_prompt: bool) -> msgspec.Raw | dict[str, Any]:
-        return piece.encoded or self._scores.entries(self._columns(piece, with_prompt=with_prompt))
+    def _logprobs(self, delta: ChoiceDelta, *, with_prompt: bool) -> msgspec.Raw | dict[str, Any]:
+        return delta.encoded or self._scores.entries(self._columns(delta, with_prompt=with_prompt))
 
-    def _columns(self, piece: Piece, *, with_prompt: bool) -> Columns:
-        tokens, found = piece.token_ids, list[TokenLogprob | None](piece.logprobs or [])
+    def _columns(self, delta: ChoiceDelta, *, with_prompt: bool) -> Columns:
+        tokens, found = delta.token_ids, list[TokenLogprob | None](delta.logprobs or [])
         if self._valid.chat:
-            entries = piece.content or []
+            entries = delta.content or []
             found = [one.at for one in entries]
             return Columns([one.token for one in entries], found, [], [one.text for one in entries])
-        prompt = self._prompts[piece.choice // self._valid.n]
+        prompt = self._prompts[delta.choice // self._valid.n]
         shift = len(prompt.text)
-        offsets = [shift + offset for offset in piece.offsets or ()]
+        offsets = [shift + offset for offset in delta.offsets or ()]
         if with_prompt and self._valid.echo:
             tokens, offsets = prompt.token_ids + tokens, prompt.offsets + offsets
-            found = [None, *(piece.prompt_logprobs or []), *found]
+            found = [None, *(delta.prompt_logprobs or []), *found]
         return Columns(tokens, found, offsets)

@@ -21,7 +21,7 @@ from quire.service.api.valid_request import ValidRequest
 from quire.service.common.pacing import Pacer, Turns
 from quire.service.common.refusal import bad_request, check, renaming
 from quire.service.config import GatewayConfig
-from quire.service.output.pieces import Piece
+from quire.service.output.choice_delta import ChoiceDelta
 
 PREFIX = "generative-scoring-"  # prefix of the answer's id
 # Field of a completion (regex) -> field of this format, for refusals.
@@ -80,16 +80,16 @@ def parse(
 class ScoreFormat(Format):
     """Writes the non-streaming answer to POST /generative_scoring."""
 
-    async def whole(self, pieces: list[Piece], pacer: Pacer) -> list[bytes]:
+    async def whole(self, deltas: list[ChoiceDelta], pacer: Pacer) -> list[bytes]:
         """Return the body, with the score of each item in order."""
         scoring = self._valid.scoring
         assert scoring is not None
         turns, scores = Turns(pacer), dict[int, float]()
-        for piece in pieces:
+        for delta in deltas:
             await turns.pause()
-            self._usage.add(piece)
-            for found in piece.logprobs or ():
-                scores[piece.choice] = scoring.score(dict(found.top))
+            self._usage.add(delta)
+            for found in delta.logprobs or ():
+                scores[delta.choice] = scoring.score(dict(found.top))
         answer: dict[str, Any] = {
             "id": PREFIX + self.request_id.partition("-")[2],
             "object": "list",

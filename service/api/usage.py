@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.engine.wire.messages import Predictions
 from quire.service.api.valid_request import ValidRequest
-from quire.service.output.pieces import Piece
+from quire.service.output.choice_delta import ChoiceDelta
 
 
 class UsageCount:
@@ -30,18 +30,18 @@ class UsageCount:
         for choice, found in enumerate(cached):
             self._record_cached(choice, found)
 
-    def add(self, piece: Piece) -> None:
+    def add(self, delta: ChoiceDelta) -> None:
         """Count the tokens of a delta."""
-        self.tokens[piece.choice] += len(piece.token_ids)
-        self._searched += piece.searched
-        if piece.shared:
-            self._shared[piece.choice // self._valid.n] = piece.shared
-        if piece.predictions is not None:
-            self._predictions[piece.choice] = piece.predictions
-        if piece.reasoning_tokens:
-            self._reasoning[piece.choice] = piece.reasoning_tokens
-        if piece.cached_tokens:
-            self._record_cached(piece.choice, piece.cached_tokens)
+        self.tokens[delta.choice] += len(delta.token_ids)
+        self._searched += delta.searched
+        if delta.shared:
+            self._shared[delta.choice // self._valid.n] = delta.shared
+        if delta.predictions is not None:
+            self._predictions[delta.choice] = delta.predictions
+        if delta.reasoning_tokens:
+            self._reasoning[delta.choice] = delta.reasoning_tokens
+        if delta.cached_tokens:
+            self._record_cached(delta.choice, delta.cached_tokens)
 
     def _record_cached(self, choice: int, tokens: int) -> None:
         prompt = choice // self._valid.n

@@ -1,14 +1,14 @@
 """Non-streaming answers: joins all deltas of a choice, in slices of time between which other requests run.
 
-deltas --gathered, one slice per turn of the loop--> WholeChoice --piece()--> one delta with the complete choice
+deltas --gathered, one slice per turn of the loop--> WholeChoice --delta()--> one delta with the complete choice
 """
 
 from __future__ import annotations
 
 from quire.engine.wire.messages import TokenLogprob
 from quire.service.common.pacing import Turns
+from quire.service.output.choice_delta import ChoiceDelta
 from quire.service.output.content_scores import Score
-from quire.service.output.pieces import Piece
 from quire.service.output.regions import CallDelta
 
 
@@ -32,7 +32,7 @@ class WholeChoice:
     def __init__(self, choice: int, *, scored: bool) -> None:
         """`scored`: the choice has log probabilities."""
         self.choice = choice
-        self.last = Piece(choice, "", [])
+        self.last = ChoiceDelta(choice, "", [])
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._tokens: list[int] = []
@@ -43,34 +43,34 @@ class WholeChoice:
         self._content: list[Score] = []
         self._prompt: list[TokenLogprob] | None = None
 
-    def add(self, piece: Piece) -> None:
+    def add(self, delta: ChoiceDelta) -> None:
         """Add the next delta."""
         if self._prompt is None:
-            self._prompt = piece.prompt_logprobs
-        self.last = piece
-        self._tokens += piece.token_ids
-        if piece.text:
-            self._text.append(piece.text)
-        if piece.reasoning:
-            self._reasoning.append(piece.reasoning)
-        for call in piece.calls:
+            self._prompt = delta.prompt_logprobs
+        self.last = delta
+        self._tokens += delta.token_ids
+        if delta.text:
+            self._text.append(delta.text)
+        if delta.reasoning:
+            self._reasoning.append(delta.reasoning)
+        for call in delta.calls:
             if call.name is not None:
                 self._names.append(call.name)
                 self._arguments.append([])
             self._arguments[call.index].append(call.arguments)
         if self._logprobs is not None:
-            self._logprobs += piece.logprobs or ()
-            self._offsets += piece.offsets or ()
-            self._content += piece.content or ()
+            self._logprobs += delta.logprobs or ()
+            self._offsets += delta.offsets or ()
+            self._content += delta.content or ()
 
     @property
     def logprobs(self) -> list[float]:
         """The log probabilities of the choice's tokens."""
         return [one.logprob for one in self._logprobs or ()]
 
-    def piece(self) -> Piece:
+    def delta(self) -> ChoiceDelta:
         """Return one delta with the complete choice; each tool call is in it once, with all its arguments."""
-        whole = Piece(self.choice, "".join(self._text), self._tokens, reasoning="".join(self._reasoning))
+        whole = ChoiceDelta(self.choice, "".join(self._text), self._tokens, reasoning="".join(self._reasoning))
         whole.calls = [
             CallDelta(at, name, "".join(parts))
             for at, (name, parts) in enumerate(zip(self._names, self._arguments, strict=True))
@@ -81,10 +81,10 @@ class WholeChoice:
         return whole
 
 
-async def gathered(pieces: list[Piece], choices: int, turns: Turns, *, scored: bool) -> list[WholeChoice]:
-    """Join the deltas of each choice, pausing for other requests.  `pieces`: all deltas, in order of arrival."""
+async def gathered(deltas: list[ChoiceDelta], choices: int, turns: Turns, *, scored: bool) -> list[WholeChoice]:
+    """Join the deltas of each choice, pausing for other requests.  `deltas`: all deltas, in order of arrival."""
     found = [WholeChoice(choice, scored=scored) for choice in range(choices)]
-    for piece in pieces:
-        found[piece.choice].add(piece)
+    for delta in deltas:
+        found[delta.choice].add(delta)
         await turns.pause()
     return found

@@ -38,7 +38,7 @@ from quire.service.http.intake import Accepted, Intake, Parse
 from quire.service.http.middleware import METER, OWNER, PATH, TENANT, Capacity
 from quire.service.http.request_work import RequestWork, cut_after, trace_context
 from quire.service.http.stored_responses import StoredResponses, holder_of
-from quire.service.output.pieces import Piece
+from quire.service.output.choice_delta import ChoiceDelta
 from quire.service.text.text_stream import decode, reasoning_tokens
 from quire.service.text.tokenizer import Tokenizer
 
@@ -258,18 +258,18 @@ class Answers:
         save = None
         if isinstance(form, ResponseFormat) and not resumed:
             save = partial(self._stored.save, holder_of(request), valid, form, opened.pacer)
-        async with contextlib.aclosing(decode(opened, valid, self._tokenizer, each_token=form.each_token)) as pieces:
+        async with contextlib.aclosing(decode(opened, valid, self._tokenizer, each_token=form.each_token)) as deltas:
             if valid.stream:
-                async with contextlib.aclosing(_ending_with(pieces, save)) as saved:
+                async with contextlib.aclosing(_ending_with(deltas, save)) as saved:
                     sent, waiting, silent = opened.record_sent, opened.waiting, opened.silent
                     return await sse.write(
                         request, saved, form, meter, sent, waiting, silent=silent, pacer=opened.pacer
                     )
             answered = []
             try:
-                async for changed in pieces:
-                    for piece in changed:
-                        meter.record_piece(piece)
+                async for changed in deltas:
+                    for delta in changed:
+                        meter.record_delta(delta)
                     answered += changed
             except HandedOver:
                 raise Refusal(503, "shutting_down", "ask again with the same key", retry_after_s=1.0) from None
@@ -284,10 +284,10 @@ class Answers:
 
 
 async def _ending_with(
-    pieces: AsyncIterator[list[Piece]], last: Callable[[], Awaitable[None]] | None
-) -> AsyncGenerator[list[Piece], None]:
+    deltas: AsyncIterator[list[ChoiceDelta]], last: Callable[[], Awaitable[None]] | None
+) -> AsyncGenerator[list[ChoiceDelta], None]:
     """Yield all deltas; then call `last`, before the iteration ends."""
-    async for changed in pieces:
+    async for changed in deltas:
         yield changed
     if last is not None:
         await last()

@@ -159,7 +159,7 @@ class Background:
         async with contextlib.aclosing(answer) as pieces:
             async for changed in pieces:
                 for piece in changed:
-                    job.meter.record_piece(piece)
+                    job.meter.record_delta(piece)
                 job.form.read(changed)
                 opened.record_sent(job.form.tokens)
                 if changed and not begun:

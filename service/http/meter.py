@@ -19,7 +19,7 @@ from quire.service.common import metrics
 from quire.service.common.metrics import NAMELESS, Telemetry
 from quire.service.common.refusal import Refusal
 from quire.service.delivery.queue_updates import Waiting
-from quire.service.output.pieces import Piece
+from quire.service.output.choice_delta import ChoiceDelta
 
 log = logging.getLogger("quire.request")
 
@@ -126,30 +126,30 @@ class Meter:
         parent, state = begun if begun[0] else given
         self._begin(valid, "resume", parent, state, given[0] if begun[0] else "")
 
-    def record_piece(self, piece: Piece) -> None:
+    def record_delta(self, delta: ChoiceDelta) -> None:
         """Record a delta: new tokens or the end of a choice."""
-        if tokens := len(piece.token_ids):
+        if tokens := len(delta.token_ids):
             now = time.monotonic()
             if self._first_s is None:
                 self._first_s = now - self._started
                 if not self._resumed:
                     self._telemetry.observe_first_token(self._first_s, self._lane)
-            if (last := self._last.get(piece.choice)) is not None:
+            if (last := self._last.get(delta.choice)) is not None:
                 # Tokens of one delta arrived together, so the gap is divided evenly among them.
                 self._telemetry.observe(metrics.INTER_TOKEN, (now - last) / tokens, times=tokens)
                 self._gaps_s += now - last
                 self._gaps += tokens
             else:
-                self._cached_tokens += piece.cached_tokens
-                if tokens > 1 and not self._resumed and piece.score is None:  # arrived together with the first token
+                self._cached_tokens += delta.cached_tokens
+                if tokens > 1 and not self._resumed and delta.score is None:  # arrived together with the first token
                     self._telemetry.observe(metrics.INTER_TOKEN, 0.0, times=tokens - 1)
                     self._gaps += tokens - 1
-            self._last[piece.choice] = now
+            self._last[delta.choice] = now
             self._output_tokens += tokens
-        if piece.finish is not None:
-            self._finishes.add(piece.finish)
+        if delta.finish is not None:
+            self._finishes.add(delta.finish)
         if self._trace is not None and self._telemetry.trace_prompts:
-            self._texts[piece.choice] = self._texts.get(piece.choice, "") + piece.text
+            self._texts[delta.choice] = self._texts.get(delta.choice, "") + delta.text
 
     def record_unknown(self, fields: tuple[str, ...]) -> None:
         """Record fields of the request that have no effect; the header `x-unknown-fields` names them."""

@@ -35,7 +35,7 @@ from quire.service.common.refusal import Refusal
 from quire.service.delivery.open_request import HandedOver
 from quire.service.delivery.queue_updates import Waiting
 from quire.service.http.meter import Meter
-from quire.service.output.pieces import Piece
+from quire.service.output.choice_delta import ChoiceDelta
 
 log = logging.getLogger("quire.gateway")
 
@@ -60,7 +60,7 @@ HEADERS = {
 
 async def write(
     request: web.Request,
-    pieces: AsyncIterator[list[Piece]],
+    deltas: AsyncIterator[list[ChoiceDelta]],
     form: AnswerFormat,
     meter: Meter,
     sent: Callable[[list[int]], None],
@@ -75,15 +75,15 @@ async def write(
     is due; tokens may have arrived whose text is held back.
 
     Raises Refusal while nothing was sent; later errors are sent as an event.  Raises ConnectionError when the client
-    has left.  Raises HandedOver, from `pieces`, when the client shall resume at another gateway.  The stream then
+    has left.  Raises HandedOver, from `deltas`, when the client shall resume at another gateway.  The stream then
     breaks off without `[DONE]`, so that no client takes it for complete."""
     response: web.StreamResponse | None = None
     try:
-        async for changed in pieces:
+        async for changed in deltas:
             if response is None:
                 response = await begin(request, _headers(form, waiting))
-            for piece in changed:
-                meter.record_piece(piece)
+            for delta in changed:
+                meter.record_delta(delta)
             data = await _chunks(form, changed)
             if data or ((not changed or silent()) and (data := form.idle() or _idle(waiting, comments=form.ids))):
                 sent(form.tokens)  # before the write, since even a failed write may deliver a part of the data
@@ -113,12 +113,12 @@ async def write(
     return response
 
 
-async def _chunks(form: AnswerFormat, changed: list[Piece]) -> bytes:
+async def _chunks(form: AnswerFormat, changed: list[ChoiceDelta]) -> bytes:
     """Return the events for new deltas.  Other requests run after every TURN_BYTES."""
     chunks, waiting = [], 0
-    for piece in changed:
-        await form.prepare(piece)
-        chunks.append(form.chunk(piece))
+    for delta in changed:
+        await form.prepare(delta)
+        chunks.append(form.chunk(delta))
         waiting += len(chunks[-1])
         if waiting > TURN_BYTES:
             waiting = 0

@@ -24,8 +24,8 @@ from quire.service.delivery.mailbox import Mailbox
 from quire.service.delivery.open_request import OpenRequest
 from quire.service.delivery.orders import REQUEST_LOST
 from quire.service.delivery.queue_updates import Waiting
+from quire.service.output.choice_delta import ChoiceDelta
 from quire.service.output.content_scores import ContentScores, Score
-from quire.service.output.pieces import Piece
 from quire.service.output.regions import split
 from quire.service.text.region_stream import RegionStream
 from quire.service.text.stop_strings import StopStrings
@@ -55,7 +55,7 @@ def _failure(finish: Finish, waiting: Waiting | None, valid: ValidRequest) -> Re
 
 async def decode(
     opened: OpenRequest, valid: ValidRequest, tokenizer: Tokenizer, *, each_token: bool = False
-) -> AsyncGenerator[list[Piece], None]:
+) -> AsyncGenerator[list[ChoiceDelta], None]:
     """Yield lists of new deltas for the client of an open request; an empty list is a heartbeat.
 
     `each_token`: each delta has one token, and the end is a delta of its own.  So the deltas depend on the tokens
@@ -68,22 +68,22 @@ async def decode(
     streams = [stream_of(valid, tokenizer, stops) for _ in opened.mailboxes]
     work = LongWork(opened.pacer)
     async for changed in opened:
-        pieces: list[Piece] = []
+        deltas: list[ChoiceDelta] = []
         work.begin()
         for mailbox in changed:
             taken, stream = mailbox.take(), streams[mailbox.choice]
             await _catch_up(mailbox, stream, work, tokenizer.vocabulary.table)
             for one in _singly(taken, valid) if each_token else _slices(taken, tokenizer.vocabulary.table):
-                if await work.does(weight_of(one[0], tokenizer.vocabulary.table)) and pieces:
-                    yield pieces
-                    pieces = []
-                piece = _read(one, mailbox, stream, valid, opened.waiting)
-                pieces.append(piece)
-                if piece.finish is not None:
+                if await work.does(weight_of(one[0], tokenizer.vocabulary.table)) and deltas:
+                    yield deltas
+                    deltas = []
+                delta = _read(one, mailbox, stream, valid, opened.waiting)
+                deltas.append(delta)
+                if delta.finish is not None:
                     opened.end(mailbox.choice)
                     break
-        if pieces or not changed:
-            yield pieces
+        if deltas or not changed:
+            yield deltas
 
 
 class LongWork:
@@ -198,7 +198,7 @@ def _hides_last(finish: Finish | None, valid: ValidRequest) -> bool:
 
 def _read(
     taken: Taken, mailbox: Mailbox, stream: TextStream | RegionStream, valid: ValidRequest, waiting: Waiting | None
-) -> Piece:
+) -> ChoiceDelta:
     """Decode the content of a mailbox to a delta.  Raises Refusal if the choice failed."""
     if isinstance(stream, RegionStream):
         return _read_regions(taken, mailbox, stream, valid, waiting)
@@ -209,46 +209,48 @@ def _read(
         tokens = []  # tokens that the engine computed before it received the withdrawal
     before = stream.tokens
     text = stream.push(tokens[:-1] if _hides_last(finish, valid) else tokens)
-    piece = Piece(mailbox.choice, text, tokens, cached_tokens=mailbox.cached_tokens, predictions=mailbox.predictions)
+    delta = ChoiceDelta(
+        mailbox.choice, text, tokens, cached_tokens=mailbox.cached_tokens, predictions=mailbox.predictions
+    )
     if stream.matched is None and finish is not None:
         if finish.reason not in ("stop", "length"):
             raise _failure(finish, waiting, valid)
-        piece.text += stream.finish()
-        _add_finish(piece, finish, valid, stream)
+        delta.text += stream.finish()
+        _add_finish(delta, finish, valid, stream)
     if stream.matched is not None:
-        piece.token_ids = tokens[: stream.tokens - before]
-        piece.finish, piece.stop_reason = "stop", stream.matched
-    _add_scores(piece, mailbox, stream, valid, logprobs)
+        delta.token_ids = tokens[: stream.tokens - before]
+        delta.finish, delta.stop_reason = "stop", stream.matched
+    _add_scores(delta, mailbox, stream, valid, logprobs)
     if valid.max_tokens == 0:
-        _drop_output(piece)
-    return piece
+        _drop_output(delta)
+    return delta
 
 
-def _add_finish(piece: Piece, finish: Finish, valid: ValidRequest, stream: TextStream | RegionStream) -> None:
-    piece.finish = finish.reason
+def _add_finish(delta: ChoiceDelta, finish: Finish, valid: ValidRequest, stream: TextStream | RegionStream) -> None:
+    delta.finish = finish.reason
     if finish.stop_token in valid.sampling.stop_token_ids:
-        piece.stop_reason = stream.named(finish.stop_token, valid.stop) or finish.stop_token
-    _add_search(piece, finish, valid)
+        delta.stop_reason = stream.named(finish.stop_token, valid.stop) or finish.stop_token
+    _add_search(delta, finish, valid)
 
 
-def _add_search(piece: Piece, finish: Finish | None, valid: ValidRequest) -> None:
+def _add_search(delta: ChoiceDelta, finish: Finish | None, valid: ValidRequest) -> None:
     """Add beam search's score and token counts to a delta."""
     if valid.beams is not None and finish is not None:
-        piece.score, piece.searched, piece.shared = finish.score, finish.searched, finish.shared
+        delta.score, delta.searched, delta.shared = finish.score, finish.searched, finish.shared
 
 
-def _drop_output(piece: Piece) -> None:
+def _drop_output(delta: ChoiceDelta) -> None:
     """Remove the output token that an engine computes even with `max_tokens: 0`, which only scores the prompt."""
-    piece.text, piece.token_ids = "", []
-    if piece.logprobs is not None:
-        piece.logprobs, piece.offsets, piece.content = [], [], []
-    if piece.finish is not None:
-        piece.finish, piece.stop_reason = "length", None
+    delta.text, delta.token_ids = "", []
+    if delta.logprobs is not None:
+        delta.logprobs, delta.offsets, delta.content = [], [], []
+    if delta.finish is not None:
+        delta.finish, delta.stop_reason = "length", None
 
 
 def _read_regions(
     taken: Taken, mailbox: Mailbox, stream: RegionStream, valid: ValidRequest, waiting: Waiting | None
-) -> Piece:
+) -> ChoiceDelta:
     """Decode the content of a mailbox to a delta of an answer with regions.  Raises Refusal if the choice failed."""
     tokens, logprobs, finish = taken
     hides_last = _hides_last(finish, valid)
@@ -257,27 +259,29 @@ def _read_regions(
     before = stream.tokens
     if not stream.complete:
         stream.push(tokens[:-1] if hides_last else tokens)
-    piece = Piece(mailbox.choice, "", tokens, cached_tokens=mailbox.cached_tokens, predictions=mailbox.predictions)
+    delta = ChoiceDelta(
+        mailbox.choice, "", tokens, cached_tokens=mailbox.cached_tokens, predictions=mailbox.predictions
+    )
     if stream.complete:  # drop tokens that the engine computed before it received the withdrawal
-        piece.token_ids = tokens[: stream.tokens - before]
-        piece.finish, piece.stop_reason = "stop", stream.matched
-        _add_search(piece, finish, valid)
+        delta.token_ids = tokens[: stream.tokens - before]
+        delta.finish, delta.stop_reason = "stop", stream.matched
+        _add_search(delta, finish, valid)
     elif finish is not None:
         if finish.reason not in ("stop", "length"):
             raise _failure(finish, waiting, valid)
         if hides_last and tokens:
             stream.count_hidden()
         stream.finish(cut=finish.reason == "length")
-        _add_finish(piece, finish, valid, stream)
+        _add_finish(delta, finish, valid, stream)
         if stream.matched is not None:  # a stop string was found in text that had been held back
-            piece.finish, piece.stop_reason = "stop", stream.matched
-    if piece.finish == "stop" and stream.called:
-        piece.finish = "tool_calls"
-    piece.parts = stream.take()
-    piece.text, piece.reasoning, piece.calls = split(piece.parts)
-    piece.reasoning_tokens = stream.reasoning_tokens
-    _add_scores(piece, mailbox, stream, valid, logprobs)
-    return piece
+            delta.finish, delta.stop_reason = "stop", stream.matched
+    if delta.finish == "stop" and stream.called:
+        delta.finish = "tool_calls"
+    delta.parts = stream.take()
+    delta.text, delta.reasoning, delta.calls = split(delta.parts)
+    delta.reasoning_tokens = stream.reasoning_tokens
+    _add_scores(delta, mailbox, stream, valid, logprobs)
+    return delta
 
 
 async def _catch_up(mailbox: Mailbox, stream: TextStream | RegionStream, work: LongWork, table: list[bytes]) -> None:
@@ -317,7 +321,7 @@ def _decode_had(
 
 
 def _add_scores(
-    piece: Piece,
+    delta: ChoiceDelta,
     mailbox: Mailbox,
     stream: TextStream | RegionStream,
     valid: ValidRequest,
@@ -325,19 +329,19 @@ def _add_scores(
 ) -> None:
     """Add the requested log probabilities to a delta: of the prompt, and of the new tokens."""
     if valid.sampling.prompt_logprobs >= 0:
-        piece.prompt_logprobs, mailbox.prompt_logprobs = mailbox.prompt_logprobs, None
+        delta.prompt_logprobs, mailbox.prompt_logprobs = mailbox.prompt_logprobs, None
     if valid.sampling.logprobs >= 0:
-        _add_logprobs(piece, stream, logprobs or [])
+        _add_logprobs(delta, stream, logprobs or [])
 
 
-def _add_logprobs(piece: Piece, stream: TextStream | RegionStream, logprobs: list[TokenLogprob]) -> None:
-    piece.logprobs = logprobs[: len(piece.token_ids)]
-    piece.offsets = stream.take_offsets()
-    if len(piece.offsets) < len(piece.token_ids):  # a stop token that is not part of the text
-        piece.offsets.append(stream.chars)
+def _add_logprobs(delta: ChoiceDelta, stream: TextStream | RegionStream, logprobs: list[TokenLogprob]) -> None:
+    delta.logprobs = logprobs[: len(delta.token_ids)]
+    delta.offsets = stream.take_offsets()
+    if len(delta.offsets) < len(delta.token_ids):  # a stop token that is not part of the text
+        delta.offsets.append(stream.chars)
     if stream.scores is not None:
-        final, tokens = piece.finish is not None, piece.token_ids
-        piece.content = _content_scores(stream, tokens, logprobs, piece.offsets, piece.text, final=final)
+        final, tokens = delta.finish is not None, delta.token_ids
+        delta.content = _content_scores(stream, tokens, logprobs, delta.offsets, delta.text, final=final)
 
 
 def _content_scores(

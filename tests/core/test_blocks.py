@@ -57,7 +57,7 @@ class PoolMachine(RuleBasedStateMachine):
         want = next((list(run) for run in runs if not busy & set(run)), None)
         assert self.pool.has_run(count) == (want is not None)
         if want is None:
-            with pytest.raises(OutOfBlocks, match=f"{count} blocks in a row wanted, {12 - len(busy)} of 12 free"):
+            with pytest.raises(OutOfBlocks, match=f"{count} consecutive blocks wanted, {12 - len(busy)} of 12 free"):
                 self.pool.allocate_run(count)
             return
         assert self.pool.allocate_run(count) == want

@@ -177,7 +177,7 @@ def test_what_cannot_be_promised_is_refused(checkpoint: Checkpoint, tmp_path: Pa
     shape: dict[str, Any] = {**FAMILIES["llama"], "num_local_experts": 4, "num_experts_per_tok": 2}
     experts = make_checkpoint(tmp_path / "mixtral", "mixtral", **shape)
     with pytest.raises(
-        UnsupportedModel, match=r"mixtral: --deterministic: model\.layers\.0\.mlp\..* is the weight of a product"
+        UnsupportedModel, match=r"mixtral: --deterministic: model\.layers\.0\.mlp\..* is the weight of a GEMM"
     ):
         read(experts)
     odd = make_checkpoint(tmp_path / "odd", "gpt2", n_inner=200)

@@ -30,7 +30,7 @@ from quire.service.common.pacing import Pacer, Turns
 from quire.service.common.refusal import Refusal, bad_request, check, placing, unsupported, wrong_type
 from quire.service.common.surrogates import without_escaped_halves
 from quire.service.config import GatewayConfig
-from quire.service.output.pieces import Piece
+from quire.service.output.choice_delta import ChoiceDelta
 
 PREFIX = "msg_"
 REQUEST_ID_HEADER = "request-id"  # Anthropic's name for x-request-id
@@ -260,9 +260,9 @@ class MessageFormat(BlockFormat):
         head = {"id": self.request_id, "type": "message", "role": "assistant", "model": self._model}
         return head | {"content": content} | stop | {"usage": self._usage()}
 
-    def _stop(self, piece: Piece) -> dict[str, Any]:
-        sequence = piece.stop_reason if isinstance(piece.stop_reason, str) and piece.finish == "stop" else None
-        reason = "stop_sequence" if sequence is not None else STOP_REASONS[piece.finish or "stop"]
+    def _stop(self, delta: ChoiceDelta) -> dict[str, Any]:
+        sequence = delta.stop_reason if isinstance(delta.stop_reason, str) and delta.finish == "stop" else None
+        reason = "stop_sequence" if sequence is not None else STOP_REASONS[delta.finish or "stop"]
         if reason == "max_tokens" and self._tokens[0] < (self._valid.max_tokens or 0):
             reason = "model_context_window_exceeded"
         return {"stop_reason": reason, "stop_sequence": sequence}
@@ -289,12 +289,12 @@ class MessageFormat(BlockFormat):
         """Return a `ping` event as keep-alive, after `message_start` if that was not sent."""
         return self._start() + _event({"type": "ping"})
 
-    def chunk(self, piece: Piece) -> bytes:
+    def chunk(self, delta: ChoiceDelta) -> bytes:
         """Return the events of a delta."""
-        self._cached = max(self._cached, piece.cached_tokens)
+        self._cached = max(self._cached, delta.cached_tokens)
         events = [self._start()]
-        self._count(piece)
-        for step, block, text in self._blocks.add(piece):
+        self._count(delta)
+        for step, block, text in self._blocks.add(delta):
             event: dict[str, Any] = {"type": f"content_block_{step}", "index": block.index}
             if step == "open":
                 event |= {"type": "content_block_start", "content_block": self._content(block, empty=True)}
@@ -303,8 +303,8 @@ class MessageFormat(BlockFormat):
             else:
                 event["type"] = "content_block_stop"
             events.append(_event(event))
-        if piece.finish is not None:
-            events.append(_event({"type": "message_delta", "delta": self._stop(piece), "usage": self._usage()}))
+        if delta.finish is not None:
+            events.append(_event({"type": "message_delta", "delta": self._stop(delta), "usage": self._usage()}))
         return b"".join(events)
 
     def usage_chunk(self) -> bytes:
@@ -321,16 +321,16 @@ class MessageFormat(BlockFormat):
 
     # -- the complete answer
 
-    async def whole(self, pieces: list[Piece], pacer: Pacer) -> list[bytes]:
+    async def whole(self, deltas: list[ChoiceDelta], pacer: Pacer) -> list[bytes]:
         """Return the body of a non-streaming answer.  Other requests run meanwhile."""
         turns, content = Turns(pacer), list[msgspec.Raw]()
-        for piece in pieces:
-            self._count(piece)
-            for step, block, _ in self._blocks.add(piece):
+        for delta in deltas:
+            self._count(delta)
+            for step, block, _ in self._blocks.add(delta):
                 if step == "close":
                     content.append(msgspec.Raw(msgspec.json.encode(self._content(block))))
             await turns.pause()
-        return [msgspec.json.encode(self._frame(content, self._stop(pieces[-1])))]
+        return [msgspec.json.encode(self._frame(content, self._stop(deltas[-1])))]
 
 
 def read_input(arguments: str) -> msgspec.Raw:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.service.output.pieces import Piece
+from quire.service.output.choice_delta import ChoiceDelta
 
 
 class RawMessages:
@@ -18,9 +18,9 @@ class RawMessages:
     def __init__(self, prompt: list[int], vocabulary: list[bytes]) -> None:
         self._prompt, self._answer, self._vocabulary = prompt, list[int](), vocabulary
 
-    def add(self, piece: Piece) -> None:
+    def add(self, delta: ChoiceDelta) -> None:
         """Add the tokens of a delta."""
-        self._answer += piece.token_ids
+        self._answer += delta.token_ids
 
     def fields(self) -> dict[str, Any]:
         """Return the fields to add to the response."""

@@ -21,7 +21,7 @@ from quire.service.api.openai_responses.response_logprobs import Entry, Response
 from quire.service.api.valid_request import ValidRequest
 from quire.service.common.pacing import Pacer, Turns
 from quire.service.common.refusal import Refusal
-from quire.service.output.pieces import Piece
+from quire.service.output.choice_delta import ChoiceDelta
 
 ARGUMENTS, CUSTOM = "response.function_call_arguments", "response.custom_tool_call_input"
 
@@ -51,14 +51,14 @@ class ResponseFormat(BlockFormat):
         self.after = -1  # number of the client's last event; events up to it are not written
         self.stored = bool(valid.shown.get("store"))  # value of `store`; False if storing the response failed
 
-    def _count(self, piece: Piece) -> None:
-        super()._count(piece)
-        self._reasoning = piece.reasoning_tokens or self._reasoning
-        self._items.finish = piece.finish or self._items.finish
+    def _count(self, delta: ChoiceDelta) -> None:
+        super()._count(delta)
+        self._reasoning = delta.reasoning_tokens or self._reasoning
+        self._items.finish = delta.finish or self._items.finish
         if self._logprobs is not None:
-            self._logprobs.add(piece)
+            self._logprobs.add(delta)
         if self._raw is not None:
-            self._raw.add(piece)
+            self._raw.add(delta)
 
     # -- the response
 
@@ -119,11 +119,11 @@ class ResponseFormat(BlockFormat):
         """Return the first events if they were not sent, else b"" (a comment or blank lines are the keep-alive)."""
         return self._start()
 
-    def chunk(self, piece: Piece) -> bytes:
+    def chunk(self, delta: ChoiceDelta) -> bytes:
         """Return the events of a delta."""
         events = [self._start()]
-        self._count(piece)
-        for step, block, text in self._blocks.add(piece):
+        self._count(delta)
+        for step, block, text in self._blocks.add(delta):
             if step == "grow":
                 events.append(self._grow(block, text, self._scored(block, text)))
             else:
@@ -206,11 +206,11 @@ class ResponseFormat(BlockFormat):
 
     # -- the complete answer
 
-    def read(self, pieces: list[Piece]) -> None:
+    def read(self, deltas: list[ChoiceDelta]) -> None:
         """Add deltas without writing events."""
-        for piece in pieces:
-            self._count(piece)
-            for step, block, text in self._blocks.add(piece):
+        for delta in deltas:
+            self._count(delta)
+            for step, block, text in self._blocks.add(delta):
                 if step == "grow":
                     self._scored(block, text)
 
@@ -218,11 +218,11 @@ class ResponseFormat(BlockFormat):
         """Return the JSON of the final response."""
         return msgspec.json.encode(self.response())
 
-    async def whole(self, pieces: list[Piece], pacer: Pacer) -> list[bytes]:
+    async def whole(self, deltas: list[ChoiceDelta], pacer: Pacer) -> list[bytes]:
         """Return the body of a non-streaming answer.  Other requests run meanwhile."""
         turns = Turns(pacer)
-        for piece in pieces:
-            self.read([piece])
+        for delta in deltas:
+            self.read([delta])
             await turns.pause()
         await self.prepare_end(pacer)
         return [self.body()]

@@ -13,7 +13,7 @@ import msgspec
 
 from quire.service.api.logprobs import Columns, LogprobFormat
 from quire.service.api.valid_request import ValidRequest
-from quire.service.output.pieces import Piece
+from quire.service.output.choice_delta import ChoiceDelta
 
 Entry = msgspec.Raw
 
@@ -27,9 +27,9 @@ class ResponseLogprobs:
         self._due: deque[list[int]] = deque()  # [block, number of bytes of its text that have no entry yet]
         self._found: dict[int, list[Entry]] = {}  # block -> its entries
 
-    def add(self, piece: Piece) -> None:
+    def add(self, delta: ChoiceDelta) -> None:
         """Add the entries of a delta."""
-        entries = piece.content or []
+        entries = delta.content or []
         columns = Columns(
             [one.token for one in entries], [one.at for one in entries], [], [one.text for one in entries]
         )

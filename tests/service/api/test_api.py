@@ -27,8 +27,8 @@ from quire.service.common.limits import CONTENT_PARTS, TOOL_CALLS
 from quire.service.common.pacing import Pacer
 from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
+from quire.service.output.choice_delta import ChoiceDelta
 from quire.service.output.content_scores import Score
-from quire.service.output.pieces import Piece
 from quire.service.text import generation_config
 from quire.service.text.vocabulary import ModelError
 
@@ -556,8 +556,8 @@ def read(events: bytes) -> list[tuple[str, dict[str, Any]]]:
 def test_fast_and_slow_chunks_have_the_same_shape() -> None:
     for call in (completion, chat):
         written = form(call(stream=True))
-        *_, (_, slow) = read(written.chunk(Piece(0, "x", [1])))
-        [(event_id, fast)] = read(written.chunk(Piece(0, 'y"\n🙂', [1])))
+        *_, (_, slow) = read(written.chunk(ChoiceDelta(0, "x", [1])))
+        [(event_id, fast)] = read(written.chunk(ChoiceDelta(0, 'y"\n🙂', [1])))
         assert event_id == "r:2"
         assert fast.keys() == slow.keys()
         assert fast["choices"][0].keys() == slow["choices"][0].keys()
@@ -568,19 +568,19 @@ def test_fast_and_slow_chunks_have_the_same_shape() -> None:
 
 def test_a_chat_stream_begins_with_a_role_and_ends_with_a_reason() -> None:
     written = form(chat(stream=True, n=2, stream_options={"include_usage": True}))
-    first = read(written.chunk(Piece(1, "x", [1], cached_tokens=1)))
+    first = read(written.chunk(ChoiceDelta(1, "x", [1], cached_tokens=1)))
     assert [event["choices"][0]["delta"] for _, event in first] == [
         {"role": "assistant", "content": ""},
         {"content": "x"},
     ]
     assert [event_id for event_id, _ in first] == ["r:,0", "r:,1"]
     assert first[0][1]["usage"] is None
-    last = read(written.chunk(Piece(1, "", [2], finish="stop", stop_reason="END")))
+    last = read(written.chunk(ChoiceDelta(1, "", [2], finish="stop", stop_reason="END")))
     assert [(e["choices"][0]["delta"], e["choices"][0]["finish_reason"]) for _, e in last] == [
         ({"content": ""}, "stop")
     ]
     assert last[0][1]["choices"][0]["stop_reason"] == "END"
-    written.chunk(Piece(0, "", [1, 1, 1], cached_tokens=1, finish="length"))
+    written.chunk(ChoiceDelta(0, "", [1, 1, 1], cached_tokens=1, finish="length"))
     [(event_id, usage)] = read(written.usage_chunk())
     assert event_id == "r:3,2:usage"
     assert usage["choices"] == []
@@ -594,22 +594,22 @@ def test_a_chat_stream_begins_with_a_role_and_ends_with_a_reason() -> None:
 
 def test_a_piece_nobody_can_see_makes_no_event_but_counts() -> None:
     written = form(completion(stream=True))
-    assert written.chunk(Piece(0, "", [3])) == b""
-    assert [e["choices"][0]["text"] for _, e in read(written.chunk(Piece(0, "🙂", [4])))] == ["🙂"]
+    assert written.chunk(ChoiceDelta(0, "", [3])) == b""
+    assert [e["choices"][0]["text"] for _, e in read(written.chunk(ChoiceDelta(0, "🙂", [4])))] == ["🙂"]
     assert sum(written.tokens) == 2
     assert written.usage_chunk() == b""
 
 
 def test_continuous_usage_counts_up() -> None:
     written = form(completion(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}))
-    counts = [read(written.chunk(Piece(0, "a", [1])))[0][1]["usage"]["completion_tokens"] for _ in range(3)]
+    counts = [read(written.chunk(ChoiceDelta(0, "a", [1])))[0][1]["usage"]["completion_tokens"] for _ in range(3)]
     assert counts == [1, 2, 3]
     written = form(completion(stream=True, stream_options={"continuous_usage_stats": True}))
-    assert "usage" not in read(written.chunk(Piece(0, "a", [1])))[0][1]
+    assert "usage" not in read(written.chunk(ChoiceDelta(0, "a", [1])))[0][1]
     assert written.usage_chunk() == b""
 
 
-def whole_answer(written: Format, pieces: list[Piece]) -> Any:
+def whole_answer(written: Format, pieces: list[ChoiceDelta]) -> Any:
     return json.loads(b"".join(asyncio.run(written.whole(pieces, Pacer()))))
 
 
@@ -621,8 +621,8 @@ def test_completion_logprobs_with_echo() -> None:
     valid = completion(echo=True, logprobs=1)
     written = form(valid, [Prompted([0, 1], "<s>a", [0, 3])])
     pieces = [
-        Piece(0, "", [3], [logprob(-1.0, (3, -1.0))], [0], prompt_logprobs=[logprob(-2.0, (5, -0.1))]),
-        Piece(0, "🙂", [4], [logprob(float("-inf"), (1, 0.0))], [0], finish="length"),
+        ChoiceDelta(0, "", [3], [logprob(-1.0, (3, -1.0))], [0], prompt_logprobs=[logprob(-2.0, (5, -0.1))]),
+        ChoiceDelta(0, "🙂", [4], [logprob(float("-inf"), (1, 0.0))], [0], finish="length"),
     ]
     answer = whole_answer(written, pieces)
     choice = answer["choices"][0]
@@ -635,10 +635,10 @@ def test_completion_logprobs_with_echo() -> None:
     assert (choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 2)
 
 
-def scored_a() -> Piece:
+def scored_a() -> ChoiceDelta:
     """A whole answer of one token with its log probabilities, as completions and chats count them."""
     at = logprob(-0.5, (1, -0.5), (3, -1.5))
-    return Piece(0, "a", [1], [at], [0], finish="stop", content=[Score(1, at, None)])
+    return ChoiceDelta(0, "a", [1], [at], [0], finish="stop", content=[Score(1, at, None)])
 
 
 def test_chat_logprobs_carry_bytes() -> None:
@@ -666,12 +666,14 @@ def test_chat_logprobs_carry_bytes() -> None:
 def test_token_ids_stand_where_vllm_puts_them(call: Any) -> None:
     """Those of the prompt: at the top of a chat, in each choice of a completion; in a stream with the first event."""
     written = form(call(stream=True, return_token_ids=True, n=2), [Prompted([1, 2])])
-    events = [event for _, event in read(written.chunk(Piece(0, "a", [1])) + written.chunk(Piece(0, "b", [2, 3])))]
-    events += [event for _, event in read(written.chunk(Piece(0, "", [5], finish="stop")))]
+    events = [
+        event for _, event in read(written.chunk(ChoiceDelta(0, "a", [1])) + written.chunk(ChoiceDelta(0, "b", [2, 3])))
+    ]
+    events += [event for _, event in read(written.chunk(ChoiceDelta(0, "", [5], finish="stop")))]
     places = events if call is chat else [event["choices"][0] for event in events]
     assert [place.get("prompt_token_ids") for place in places] == [[1, 2]] + [None] * (len(places) - 1)
     assert [token for event in events for token in event["choices"][0].get("token_ids", [])] == [1, 2, 3, 5]
-    *_, (_, unasked) = read(form(call(stream=True)).chunk(Piece(0, "a", [1])))
+    *_, (_, unasked) = read(form(call(stream=True)).chunk(ChoiceDelta(0, "a", [1])))
     assert (unasked if call is chat else unasked["choices"][0]).get("prompt_token_ids") is None
 
 
@@ -682,7 +684,7 @@ def test_prompt_logprobs_as_vllm_writes_them(call: Any, turn: int, monkeypatch: 
     valid = call(prompt_logprobs=1, n=2)
     assert (valid.sampling.logprobs, valid.sampling.prompt_logprobs) == (-1, 1)
     found = [logprob(-2.0, (5, -0.1)), logprob(float("-inf"), (1, -0.2))]
-    pieces = [Piece(at, "a", [1], prompt_logprobs=found, finish="stop") for at in (0, 1)]
+    pieces = [ChoiceDelta(at, "a", [1], prompt_logprobs=found, finish="stop") for at in (0, 1)]
     answer = whole_answer(form(valid, [Prompted([2, 1, 2])]), pieces)
     wanted = [
         None,
@@ -721,12 +723,12 @@ def test_prompt_logprobs_count_as_entries() -> None:
 
 
 def test_streamed_and_whole_agree() -> None:
-    def pieces() -> list[Piece]:
+    def pieces() -> list[ChoiceDelta]:
         return [
-            Piece(1, "x", [1]),
-            Piece(0, "a", [1]),
-            Piece(0, "b", [2], finish="stop"),
-            Piece(1, "y", [1], finish="stop"),
+            ChoiceDelta(1, "x", [1]),
+            ChoiceDelta(0, "a", [1]),
+            ChoiceDelta(0, "b", [2], finish="stop"),
+            ChoiceDelta(1, "y", [1], finish="stop"),
         ]
 
     prompts = [Prompted([1], "P"), Prompted([2], "Q")]
@@ -745,10 +747,10 @@ def test_long_logprobs_are_encoded_in_turns_to_the_same_json(
 ) -> None:
     """Whole and streamed, completions and chats."""
 
-    def pieces() -> list[Piece]:
+    def pieces() -> list[ChoiceDelta]:
         found = [logprob(-0.5, (1, -0.5), (3, -1.5)), logprob(float("-inf"), (1, 0.0)), logprob(-1.0)]
-        first = Piece(0, "ab", [1, 2, 1], found, [0, 1, 2], prompt_logprobs=[logprob(-2.0, (2, -1.0))])
-        return [first, Piece(0, "c", [3], found[:1], [3], finish="length")]
+        first = ChoiceDelta(0, "ab", [1, 2, 1], found, [0, 1, 2], prompt_logprobs=[logprob(-2.0, (2, -1.0))])
+        return [first, ChoiceDelta(0, "c", [3], found[:1], [3], finish="length")]
 
     valid = completion(**fields) if fields else chat(logprobs=True, top_logprobs=2)
     prompts = [Prompted([0, 3], "<s>a", [0, 3])]

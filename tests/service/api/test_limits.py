@@ -26,7 +26,7 @@ from quire.service.common.pacing import Pacer
 from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.delivery.resume import Record
-from quire.service.output.pieces import Piece
+from quire.service.output.choice_delta import ChoiceDelta
 
 CONFIG = GatewayConfig(max_logprob_entries=1000)
 ENGINES = EngineLimits(max_model_len=4096, vocab_size=50, block_size=16, total_blocks=1000, eos_ids=frozenset([2]))
@@ -243,7 +243,7 @@ def test_an_entry_takes_little_memory_everywhere(alternatives: int, count: int) 
         pieces = []
         for choice in range(count):
             delta = msgspec.msgpack.decode(sent, type=Delta)
-            pieces.append(Piece(choice, "y", [1], delta.logprobs, [0], delta.prompt_logprobs, finish="length"))
+            pieces.append(ChoiceDelta(choice, "y", [1], delta.logprobs, [0], delta.prompt_logprobs, finish="length"))
         answer = b"".join(asyncio.run(form.whole(pieces, Pacer())))
         _, peak = tracemalloc.get_traced_memory()
     finally:

@@ -25,7 +25,7 @@ from quire.service.api.valid_request import ValidRequest
 from quire.service.common.pacing import Pacer
 from quire.service.common.refusal import Refusal, renamed
 from quire.service.config import GatewayConfig
-from quire.service.output.pieces import Piece
+from quire.service.output.choice_delta import ChoiceDelta
 from quire.service.text.tokenizer import Tokenizer
 from tests.service.api.test_tools import ANSWER, BROKEN, model, says
 from tests.service.fakes import FakeEngine, Served, settled
@@ -350,7 +350,7 @@ def with_reading(valid: ValidRequest, tokenizer: Tokenizer, ids: list[int]) -> V
     return msgspec.structs.replace(valid, reading=tokenizer.rules.reading(valid, ids))
 
 
-def written(tokenizer: Tokenizer, valid: ValidRequest, pieces: list[Piece], *, stream: bool) -> dict[str, Any]:
+def written(tokenizer: Tokenizer, valid: ValidRequest, pieces: list[ChoiceDelta], *, stream: bool) -> dict[str, Any]:
     form = MessageFormat(valid, request_id=f"msg_{0:032x}", model="tiny", prompt=Prompted([1] * 40))
     if stream:
         return folded(b"".join(map(form.chunk, pieces)) + form.usage_chunk() + form.done())

@@ -19,7 +19,7 @@ from quire.service.common.limits import LIMITS, PREDICTED_TOKENS
 from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.delivery import admission, resume
-from quire.service.output.pieces import Piece
+from quire.service.output.choice_delta import ChoiceDelta
 from quire.service.text.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, a_load, settled
 from tests.service.test_app import events, says
@@ -208,8 +208,8 @@ async def test_an_answer_that_a_stop_string_ends_has_the_counts_up_to_there(
 def test_drafts_behind_a_stop_string_are_not_in_the_answer() -> None:
     """The engine accepted five drafts in its last step; the answer ends after two more tokens."""
     usage = UsageCount(parsed(**predicts()), [4])
-    usage.add(Piece(0, "", [7], predictions=(0, 1)))
-    usage.add(Piece(0, "", [8, 9], predictions=(5, 1)))
+    usage.add(ChoiceDelta(0, "", [7], predictions=(0, 1)))
+    usage.add(ChoiceDelta(0, "", [8, 9], predictions=(5, 1)))
     details = usage.fields()["completion_tokens_details"]
     assert details == {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 3}
 

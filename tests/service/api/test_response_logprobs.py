@@ -13,8 +13,8 @@ from openai.types.responses import Response, ResponseTextDeltaEvent
 
 from quire.engine.wire.messages import TokenLogprob
 from quire.service.api.openai_responses.response_logprobs import ResponseLogprobs
+from quire.service.output.choice_delta import ChoiceDelta
 from quire.service.output.content_scores import Score
-from quire.service.output.pieces import Piece
 from quire.service.text.tokenizer import Tokenizer
 from tests.service.api.test_api import chat
 from tests.service.api.test_responses import ASK, folded, post, streamed
@@ -91,9 +91,9 @@ async def test_without_being_asked_there_are_none(
     assert again == stored
 
 
-def entries(parts: list[bytes]) -> Piece:
+def entries(parts: list[bytes]) -> ChoiceDelta:
     at = TokenLogprob(-1.0, [])
-    return Piece(0, "", [1] * len(parts), content=[Score(1, at, part) for part in parts])
+    return ChoiceDelta(0, "", [1] * len(parts), content=[Score(1, at, part) for part in parts])
 
 
 @given(

@@ -28,7 +28,7 @@ from quire.service.api.valid_request import ValidRequest
 from quire.service.common.pacing import Pacer
 from quire.service.common.refusal import Refusal, renamed
 from quire.service.config import GatewayConfig
-from quire.service.output.pieces import Piece
+from quire.service.output.choice_delta import ChoiceDelta
 from quire.service.text.tokenizer import Tokenizer
 from tests.service.api.test_tools import ANSWER, BROKEN, model, says
 from tests.service.fakes import FakeEngine, Served, settled
@@ -354,7 +354,7 @@ def form_of(valid: ValidRequest) -> ResponseFormat:
     )
 
 
-def written(valid: ValidRequest, pieces: list[Piece], after: int = -1) -> list[dict[str, Any]]:
+def written(valid: ValidRequest, pieces: list[ChoiceDelta], after: int = -1) -> list[dict[str, Any]]:
     form = form_of(valid)
     form.after = after
     return events(b"".join(map(form.chunk, pieces)) + form.usage_chunk() + form.done())

@@ -17,7 +17,7 @@ from quire.service.api.skipped import Skipped
 from quire.service.chat_templates.template_probe import probe
 from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
-from quire.service.output.pieces import Piece
+from quire.service.output.choice_delta import ChoiceDelta
 from quire.service.text.tokenizer import Tokenizer
 from tests.service.api.test_api import LIMITS, chat, completion, form, read, refused, scored_a, whole_answer
 from tests.service.api.test_tools import model
@@ -150,7 +150,7 @@ def test_echo_never_repeats_what_is_not_the_assistants(messages: list[dict[str, 
 
 def test_each_choice_of_a_stream_repeats_once() -> None:
     written = form(chat(messages=SPEAKS, echo=True, stream=True, n=2))
-    pieces = [written.chunk(Piece(at, "x", [1])) for at in (0, 1, 0, 1)]
+    pieces = [written.chunk(ChoiceDelta(at, "x", [1])) for at in (0, 1, 0, 1)]
     texts = ["", ""]
     for _, data in (event for piece in pieces for event in read(piece)):
         [choice] = data["choices"]

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.service.output.pieces import Piece
+from quire.service.output.choice_delta import ChoiceDelta
 from quire.service.output.regions import Reading
 from quire.service.text.tokenizer import Tokenizer
 from tests.service.api.test_api import chat, completion, form, read, whole_answer
@@ -25,17 +25,17 @@ def nulls(found: dict[str, Any]) -> set[str]:
 
 
 def test_a_chat_answer_has_the_keys_of_vllm() -> None:
-    answer = whole_answer(form(chat()), [Piece(0, "a", [1], finish="stop")])
+    answer = whole_answer(form(chat()), [ChoiceDelta(0, "a", [1], finish="stop")])
     assert {"prompt_logprobs", "prompt_token_ids", "kv_transfer_params", "service_tier"} <= nulls(answer)
     choice = answer["choices"][0]
     assert {"logprobs", "stop_reason", "token_ids"} <= nulls(choice)
     assert nulls(choice["message"]) == {"refusal", "annotations", "audio", "function_call", "reasoning"}
-    answer = whole_answer(form(chat(return_token_ids=True)), [Piece(0, "a", [1], finish="stop")])
+    answer = whole_answer(form(chat(return_token_ids=True)), [ChoiceDelta(0, "a", [1], finish="stop")])
     assert (answer["prompt_token_ids"], answer["choices"][0]["token_ids"]) == ([1, 2], [1])
 
 
 def test_a_completion_has_the_keys_of_vllm() -> None:
-    answer = whole_answer(form(completion()), [Piece(0, "a", [1], finish="stop")])
+    answer = whole_answer(form(completion()), [ChoiceDelta(0, "a", [1], finish="stop")])
     assert {"kv_transfer_params", "service_tier"} <= nulls(answer)
     keys = {"logprobs", "stop_reason", "token_ids", "prompt_logprobs", "prompt_token_ids"}
     assert nulls(answer["choices"][0]) == keys
@@ -45,13 +45,16 @@ def test_a_completion_has_the_keys_of_vllm() -> None:
 def test_chunks_have_the_keys_of_vllm(ids: bool) -> None:
     """Token ids come with the prompt's first; no chunk has a null in the place of ids that were asked for."""
     written = form(chat(stream=True, return_token_ids=ids))
-    chunks = [data for _, data in read(written.chunk(Piece(0, "x", [1])) + written.chunk(Piece(0, "y", [2])))]
+    chunks = [
+        data for _, data in read(written.chunk(ChoiceDelta(0, "x", [1])) + written.chunk(ChoiceDelta(0, "y", [2])))
+    ]
     assert [chunk.get("prompt_token_ids", "absent") for chunk in chunks] == [[1, 2] if ids else None] + ["absent"] * 2
     found = [chunk["choices"][0].get("token_ids", "absent") for chunk in chunks]
     assert found == (["absent", [1], [2]] if ids else [None] * 3)
     written = form(completion(stream=True, return_token_ids=ids))
     chunks = [
-        data["choices"][0] for _, data in read(written.chunk(Piece(0, "x", [1])) + written.chunk(Piece(0, "y", [2])))
+        data["choices"][0]
+        for _, data in read(written.chunk(ChoiceDelta(0, "x", [1])) + written.chunk(ChoiceDelta(0, "y", [2])))
     ]
     assert all(chunk["stop_reason"] is None for chunk in chunks)
     assert [chunk["token_ids"] for chunk in chunks] == ([[1], [2]] if ids else [None] * 2)
@@ -61,8 +64,8 @@ def test_chunks_have_the_keys_of_vllm(ids: bool) -> None:
 @pytest.mark.parametrize("fields", [{}, {"return_token_ids": True}, {"n": 2}], ids=["plain", "ids", "n"])
 def test_the_last_chunk_of_text_has_the_finish_reason(fields: dict[str, Any]) -> None:
     written = form(chat(stream=True, **fields))
-    written.chunk(Piece(0, "x", [1]))
-    [(event_id, last)] = read(written.chunk(Piece(0, "y", [2], finish="length")))
+    written.chunk(ChoiceDelta(0, "x", [1]))
+    [(event_id, last)] = read(written.chunk(ChoiceDelta(0, "y", [2], finish="length")))
     choice = last["choices"][0]
     assert (choice["delta"], choice["finish_reason"], choice["stop_reason"]) == ({"content": "y"}, "length", None)
     assert event_id.startswith("r:2")
@@ -71,8 +74,8 @@ def test_the_last_chunk_of_text_has_the_finish_reason(fields: dict[str, Any]) ->
 
 def test_an_end_without_text_is_an_empty_content() -> None:
     written = form(chat(stream=True))
-    written.chunk(Piece(0, "x", [1]))
-    [(_, last)] = read(written.chunk(Piece(0, "", [2], finish="stop")))
+    written.chunk(ChoiceDelta(0, "x", [1]))
+    [(_, last)] = read(written.chunk(ChoiceDelta(0, "", [2], finish="stop")))
     assert (last["choices"][0]["delta"], last["choices"][0]["finish_reason"]) == ({"content": ""}, "stop")
 
 
@@ -123,8 +126,8 @@ async def test_reasoning_that_is_not_wanted_is_left_out(
 
 def test_hidden_reasoning_makes_no_event() -> None:
     written = form(chat(stream=True, include_reasoning=False))
-    written.chunk(Piece(0, "x", [1]))
-    assert written.chunk(Piece(0, "", [2], reasoning="hm")) == b""
+    written.chunk(ChoiceDelta(0, "x", [1]))
+    assert written.chunk(ChoiceDelta(0, "", [2], reasoning="hm")) == b""
 
 
 async def test_tokenize_has_the_keys_of_vllm(serve: Serve) -> None:
@@ -137,6 +140,6 @@ async def test_tokenize_has_the_keys_of_vllm(serve: Serve) -> None:
 def test_an_end_without_text_after_regions_is_an_empty_delta() -> None:
     """A client makes the message of a call from its deltas: it has no content then, not an empty one."""
     written = form(msgspec.structs.replace(chat(stream=True), reading=Reading(opening="", calls=True)))
-    written.chunk(Piece(0, "x", [1]))
-    [(_, last)] = read(written.chunk(Piece(0, "", [2], finish="tool_calls")))
+    written.chunk(ChoiceDelta(0, "x", [1]))
+    [(_, last)] = read(written.chunk(ChoiceDelta(0, "", [2], finish="tool_calls")))
     assert last["choices"][0]["delta"] == {}

@@ -29,7 +29,7 @@ from quire.service.config import GatewayConfig
 from quire.service.delivery.queue_updates import Waiting
 from quire.service.delivery.usage_ledger import record_usage
 from quire.service.http.meter import Meter
-from quire.service.output.pieces import Piece
+from quire.service.output.choice_delta import ChoiceDelta
 from tests.service.fakes import a_load
 
 
@@ -75,9 +75,9 @@ def test_a_meter_records_one_request() -> None:
     sent = time.monotonic() - 2.0
     meter = Meter(telemetry, sent)
     meter.admit()
-    meter.record_piece(Piece(0, "", []))
-    meter.record_piece(Piece(0, "a", [1]))
-    meter.record_piece(Piece(0, "bcd", [2, 3, 4], finish="stop"))
+    meter.record_delta(ChoiceDelta(0, "", []))
+    meter.record_delta(ChoiceDelta(0, "a", [1]))
+    meter.record_delta(ChoiceDelta(0, "bcd", [2, 3, 4], finish="stop"))
     meter.close("/v1/completions", 200)
     most = time.monotonic() - sent
     got = samples(telemetry)
@@ -96,7 +96,7 @@ def test_every_token_but_the_first_has_a_gap_however_they_arrive() -> None:
         telemetry = Telemetry("g", model="tiny")
         meter = Meter(telemetry, 0.0)
         for cut in cuts:
-            meter.record_piece(Piece(0, "", [7] * cut))
+            meter.record_delta(ChoiceDelta(0, "", [7] * cut))
         counts.add(samples(telemetry)["quire_inter_token_latency_seconds_count", ""])
         assert meter.seconds_per_token is not None
     assert counts == {4.0}
@@ -114,7 +114,7 @@ async def test_starts_are_counted_by_lane_and_by_whether_they_met_the_target() -
         meter = Meter(telemetry, time.monotonic() - arrived_s)
         meter.admit(Waiting(lane, 0, None))
         if starts:
-            meter.record_piece(Piece(0, "a", [1]))
+            meter.record_delta(ChoiceDelta(0, "a", [1]))
         meter.close("/v1/completions", 200)
     got = samples(telemetry)
     counts = {
@@ -144,10 +144,10 @@ def test_goodput_is_what_was_answered_within_both_targets(
     meter = Meter(telemetry, now)
     meter.admit()
     now += first_s
-    meter.record_piece(Piece(0, "a", [1]))
+    meter.record_delta(ChoiceDelta(0, "a", [1]))
     for _ in range(5):
         now += gap_s
-        meter.record_piece(Piece(0, "b", [2]))
+        meter.record_delta(ChoiceDelta(0, "b", [2]))
     if code:
         meter.fail(Refusal(500, code, "the engine failed"))
     meter.close("/v1/completions", status)
@@ -294,8 +294,8 @@ def test_an_answer_is_one_span_and_one_line(spans: Spans, lines: Lines) -> None:
     assert context != PARENT
     assert state == "rojo=1"
     meter.admit()
-    meter.record_piece(Piece(0, "", [1], cached_tokens=8))
-    meter.record_piece(Piece(0, "an answer", [2, 3], finish="stop"))
+    meter.record_delta(ChoiceDelta(0, "", [1], cached_tokens=8))
+    meter.record_delta(ChoiceDelta(0, "an answer", [2, 3], finish="stop"))
     meter.close("/v1/chat/completions", 200)
     found = spans.take()
     assert list(found) == ["admission", "chat m"]
@@ -377,8 +377,8 @@ def test_text_is_in_traces_only_where_somebody_wants_it(opted_in: bool, spans: S
     meter = Meter(spans.telemetry(trace_prompts=opted_in), time.monotonic())
     meter.describe("chatcmpl-1", asked(n=2), "", 12, 7)
     meter.admit()
-    for piece in (Piece(1, "b", [1]), Piece(0, "a", [1]), Piece(1, "bb", [2], finish="stop")):
-        meter.record_piece(piece)
+    for piece in (ChoiceDelta(1, "b", [1]), ChoiceDelta(0, "a", [1]), ChoiceDelta(1, "bb", [2], finish="stop")):
+        meter.record_delta(piece)
     meter.close("/v1/chat/completions", 200)
     said = spans.take()["chat m"]
     assert "hush" not in str(lines())
@@ -400,7 +400,7 @@ def test_a_client_that_comes_back_goes_on_in_its_first_trace(spans: Spans, lines
     meter.describe("chatcmpl-2", asked(), "acme", 12, 7)  # under an idempotency key that another one had before
     now = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
     meter.resume("chatcmpl-1", asked(), 1, "acme", (PARENT, "rojo=1"), (now, ""))
-    meter.record_piece(Piece(0, "", [2, 3], finish="length"))
+    meter.record_delta(ChoiceDelta(0, "", [2, 3], finish="length"))
     meter.close("/v1/chat/completions", 200)
     found = spans.take()
     assert list(found) == ["resume m"]

@@ -16,13 +16,13 @@ from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.http import sse
 from quire.service.http.meter import Meter
-from quire.service.output.pieces import Piece
+from quire.service.output.choice_delta import ChoiceDelta
 
-Turns = list[list[Piece] | Exception]
+Turns = list[list[ChoiceDelta] | Exception]
 
 
-def piece(text: str, finish: str | None = None) -> Piece:
-    return Piece(0, text, [1], finish=finish)
+def piece(text: str, finish: str | None = None) -> ChoiceDelta:
+    return ChoiceDelta(0, text, [1], finish=finish)
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ async def stream(request: pytest.FixtureRequest) -> AsyncIterator[Callable[[Turn
     turns: Turns = []
     ids: bool = getattr(request, "param", True)
 
-    async def pieces() -> AsyncIterator[list[Piece]]:
+    async def pieces() -> AsyncIterator[list[ChoiceDelta]]:
         for turn in turns:
             if isinstance(turn, Exception):
                 raise turn

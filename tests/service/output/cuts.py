@@ -7,7 +7,7 @@ import itertools
 from quire.engine.wire.messages import Delta, Finish
 from quire.service.api.valid_request import ValidRequest
 from quire.service.delivery.mailbox import Backlog, Mailbox
-from quire.service.output.pieces import Piece
+from quire.service.output.choice_delta import ChoiceDelta
 from quire.service.text.text_stream import _read, _singly, stream_of
 from quire.service.text.tokenizer import Tokenizer
 
@@ -20,10 +20,10 @@ def pieces_of(
     cuts: list[int],
     *,
     each_token: bool = False,
-) -> list[Piece]:
+) -> list[ChoiceDelta]:
     """The pieces of an answer whose deltas end at `cuts`, as `text_stream.decode` yields them."""
     stream, mailbox = stream_of(valid, tokenizer), Mailbox(0, Backlog(2**20))
-    found: list[Piece] = []
+    found: list[ChoiceDelta] = []
     edges = [0, *sorted({cut for cut in cuts if 0 < cut < len(tokens)}), len(tokens)]
     for first, end in itertools.pairwise(edges):
         last = finish if end == len(tokens) else None

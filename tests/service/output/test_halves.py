@@ -23,7 +23,7 @@ from quire.service.api.openai_responses import responses
 from quire.service.api.openai_responses.response_format import ResponseFormat
 from quire.service.common.pacing import Pacer
 from quire.service.config import GatewayConfig
-from quire.service.output.pieces import Piece
+from quire.service.output.choice_delta import ChoiceDelta
 from quire.service.output.regions import Reading, ResponseTemplate
 from quire.service.text.tokenizer import Tokenizer
 from tests.service.output.cuts import pieces_of
@@ -132,7 +132,7 @@ def test_answers_of_every_format_hold_none(tools_tokenizer: Tokenizer, path: str
     valid = msgspec.structs.replace(valid, reading=tools_tokenizer.rules.reading(valid, []))
     form = kind(valid, **more)
     tokens = tools_tokenizer._encode(ANSWER, special=False)
-    pieces: list[Piece] = pieces_of(
+    pieces: list[ChoiceDelta] = pieces_of(
         tools_tokenizer, valid, tokens, Finish("stop"), list(range(len(tokens))), each_token=True
     )
     if stream:

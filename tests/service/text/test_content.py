@@ -19,7 +19,7 @@ from quire.service.api import api
 from quire.service.api.valid_request import ValidRequest
 from quire.service.config import GatewayConfig
 from quire.service.delivery.mailbox import Backlog, Mailbox
-from quire.service.output.pieces import Piece
+from quire.service.output.choice_delta import ChoiceDelta
 from quire.service.output.regions import Reading
 from quire.service.text.stop_strings import with_stop_tokens
 from quire.service.text.text_stream import _read, stream_of
@@ -40,10 +40,10 @@ def asking(reading: Reading | None, **fields: Any) -> ValidRequest:
 
 def pieces_of(
     tokenizer: Tokenizer, valid: ValidRequest, tokens: list[int], cuts: list[int], had: int = 0
-) -> list[Piece]:
+) -> list[ChoiceDelta]:
     """Pieces of an answer that ends with an EOS token, cut at `cuts`; a client that resumes has the first `had`."""
     scores = [TokenLogprob(-float(at), []) for at in range(len(tokens))] if valid.sampling.logprobs >= 0 else None
-    stream, mailbox, found = stream_of(valid, tokenizer), Mailbox(0, Backlog(2**20)), list[Piece]()
+    stream, mailbox, found = stream_of(valid, tokenizer), Mailbox(0, Backlog(2**20)), list[ChoiceDelta]()
     finish = Finish("stop", stop_token=1)
     if had:
         mailbox.resume(LoggedOutput(tokens[:had], None, scores[:had] if scores else None), had)
@@ -57,7 +57,7 @@ def pieces_of(
     return found
 
 
-def answer_of(pieces: list[Piece]) -> tuple[str, str, str | None, str | int | None]:
+def answer_of(pieces: list[ChoiceDelta]) -> tuple[str, str, str | None, str | int | None]:
     text, reasoning = ("".join(getattr(piece, name) for piece in pieces) for name in ("text", "reasoning"))
     return text, reasoning, pieces[-1].finish, pieces[-1].stop_reason
 
@@ -152,7 +152,7 @@ def test_log_probabilities_join_to_the_content(
     valid = asking(opened, stop=["END", "aé"], logprobs=True, include_stop_str_in_output=include)
     pieces = pieces_of(tools_tokenizer, valid, tokens, cuts)
 
-    def entries(pieces: list[Piece]) -> list[Any]:
+    def entries(pieces: list[ChoiceDelta]) -> list[Any]:
         return [entry for piece in pieces for entry in piece.content or ()]
 
     found = entries(pieces)

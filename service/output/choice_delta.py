@@ -9,7 +9,7 @@ from quire.service.output.content_scores import Score
 from quire.service.output.regions import CallDelta, Part, TextDelta
 
 
-class Piece(msgspec.Struct):
+class ChoiceDelta(msgspec.Struct):
     """A delta of one choice.
 
     `token_ids` are all new tokens.  `text` may lag behind them, while a character, a marker or a possible stop string
