@@ -247,8 +247,8 @@ class BusThread:
         began = time.monotonic()
         prefixes = self._prefix_report(report)
         room = room_tokens, room_requests
-        reply = await bus.exchange(batches, finished, load, *room, prefixes, claim_tokens, returned)
-        self._telemetry.exchanged(time.monotonic() - began, bus.queue_share, len(reply.resumed))
+        reply = await bus.sync(batches, finished, load, *room, prefixes, claim_tokens, returned)
+        self._telemetry.synced(time.monotonic() - began, bus.queue_share, len(reply.resumed))
         self._telemetry.claimed(reply.claim(request.id).reason for request in reply.generates)
         self._retry_s = reply.retry_ms / 1000 if reply.retry_ms else None
         self.queued = math.ceil(bus.queue_share)

@@ -318,7 +318,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         int,
         Meta(
             ge=100,
-            description="Milliseconds without an exchange with Redis after which another engine takes this engine's "
+            description="Milliseconds without a sync with Redis after which another engine takes this engine's "
             "requests. Raise it on a slow or busy network.",
         ),
     ] = 5000

@@ -253,11 +253,11 @@ def test_an_unused_pool_counts_while_a_request_waits(monkeypatch: pytest.MonkeyP
     telemetry.load = msgspec.structs.replace(telemetry.load, total_blocks=100, free_blocks=25)
     for seconds, queue_share in ((4, 0.5), (8, 0.0), (4, 0.0)):
         now += seconds
-        telemetry.exchanged(0.001, queue_share, 0)
+        telemetry.synced(0.001, queue_share, 0)
     assert telemetry.idle_pool_s == pytest.approx(2.0)
     telemetry.load = msgspec.structs.replace(telemetry.load, waiting=1)  # inside the engine
     now += 4
-    telemetry.exchanged(0.001, 0.0, 0)
+    telemetry.synced(0.001, 0.0, 0)
     assert telemetry.idle_pool_s == pytest.approx(3.0)
 
 

@@ -267,7 +267,7 @@ class FakeSide:
         self.clock = RedisClock()
         self.reports: list[PrefixReport | None] = []
 
-    async def exchange(self, *words: Any) -> ExchangeReply:
+    async def sync(self, *words: Any) -> ExchangeReply:
         self.reports.append(words[5])
         if len(self.reports) > 1:
             return ExchangeReply([], [])

@@ -96,7 +96,7 @@ async def test_an_engine_that_failed_claims_nothing_more() -> None:
     class Side:
         queue_share, watched, clock = 0.0, False, RedisClock()
 
-        async def exchange(self, batches: object, finished: list[str], load: EngineLoad, *room: int) -> ExchangeReply:
+        async def sync(self, batches: object, finished: list[str], load: EngineLoad, *room: int) -> ExchangeReply:
             sent.append((finished, load.yield_tokens, room[:2]))
             return ExchangeReply([], [])
 

@@ -100,9 +100,9 @@ class Measurements:
         self.takeover = False  # whether this engine was a spare
         self.memory: dict[str, int] = {}  # device memory in bytes, by part
         self.phases_s = dict.fromkeys(PHASES, 0.0)
-        self.exchange_s = Tally(histograms.ROUND_TRIP_S)
+        self.sync_s = Tally(histograms.ROUND_TRIP_S)
         self.queue_share = 0.0
-        self.idle_pool_s, self._exchanged = 0.0, time.monotonic()
+        self.idle_pool_s, self._synced = 0.0, time.monotonic()
         self.resumes = 0
         self.claims = dict.fromkeys(("held", "waited", "none"), 0)  # claims by Claim.reason
         self.clock_skew_s = 0.0  # set by the bus thread
@@ -149,16 +149,16 @@ class Measurements:
         if record.resumed_s and self.takeover:
             self.start_s.setdefault("recompute", record.resumed_s)
 
-    def exchanged(self, seconds: float, queue_share: float, resumed: int) -> None:
+    def synced(self, seconds: float, queue_share: float, resumed: int) -> None:
         """Record one sync with Redis, on the bus thread.
 
         `queue_share`: requests in the shared queue divided by the engines.  `resumed`: number of claimed requests that
         an earlier engine began."""
         now = time.monotonic()
         if self.queue_share or self.load.waiting:  # requests have waited since the last sync
-            self.idle_pool_s += (now - self._exchanged) * self.load.free_blocks / self.load.total_blocks
-        self._exchanged = now
-        self.exchange_s.add(seconds)
+            self.idle_pool_s += (now - self._synced) * self.load.free_blocks / self.load.total_blocks
+        self._synced = now
+        self.sync_s.add(seconds)
         self.resumes += resumed
         self.queue_share = queue_share
 

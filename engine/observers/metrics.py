@@ -507,8 +507,8 @@ TABLE: tuple[Row, ...] = (
     Row(
         "quire_exchange_seconds",
         "histogram",
-        "Seconds of an exchange with Redis, one round trip.",
-        lambda t: t.exchange_s,
+        "Seconds of a sync with Redis, one round trip.",
+        lambda t: t.sync_s,
     ),
     Row(
         "quire_clock_skew_seconds",

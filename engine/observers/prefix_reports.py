@@ -1,6 +1,6 @@
 """Prefix reports: the prefixes that an engine publishes as cached, and its backlog of prompt tokens to compute.
 
-    TurnRecord --HeldPrefixes--> gained, lost --> BusThread --PrefixReport--> EngineSide.exchange --> prefixes:ENGINE
+    TurnRecord --HeldPrefixes--> gained, lost --> BusThread --PrefixReport--> EngineSide.sync --> prefixes:ENGINE
     claims, deltas --PromptBacklog--> tokens ----^
 
 A claim adds the request's prefixes to the engine's published ones at once (engine/wire/redis/shared/locality.lua).

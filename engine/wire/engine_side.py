@@ -1,6 +1,6 @@
 """An engine's side of the bus: one sync per step, the wake-up channel, and what the engine holds.
 
-step's batches, load ---> exchange() ---> Redis: token channels, tail and logs, lease, queue
+step's batches, load ---> sync() ---> Redis: token channels, tail and logs, lease, queue
 requests, aborts     <---     |
                               +-- refused: the lease lapsed or Redis lost data ---> _rejoin(), then again
 """
@@ -25,7 +25,7 @@ from quire.engine.wire.messages import Abort, Delta, EngineLoad, Generate, Token
 from quire.engine.wire.pool_state_store import PoolStateStore
 from quire.engine.wire.prefixes import PrefixReport, PublishedPrefixes
 from quire.engine.wire.records import ANY_TOKENS, Claim, ExchangeReply
-from quire.engine.wire.scripts import CLOSE, EXCHANGE, OPEN, OTHERS, REJOIN
+from quire.engine.wire.scripts import CLOSE, OPEN, OTHERS, REJOIN, SYNC
 
 RESET_ORDER = b"!reset_prefix_cache"  # an engine of an earlier release takes it for the abort of an unknown request
 
@@ -43,7 +43,7 @@ class EngineSide:
         self._engine = engine
         self._lease_ms, self._late_share = lease_ms, late_share
         self._link = Link(url, namespace, reply_s=link.REPLY_S, returned=self._renew_bell)
-        self.clock = RedisClock()  # every exchange() adds a sample
+        self.clock = RedisClock()  # every sync() adds a sample
         self._bell = self._link.redis.pubsub()
         self._bell_stale = False  # the subscription may be at a server that was demoted to a replica
         self._ringing: asyncio.Timeout | None = None  # timeout of the pending wait on the wake-up channel
@@ -85,7 +85,7 @@ class EngineSide:
         await self._link.close()
 
     # -------------------------------------------------------------------------------------------------- sync
-    async def exchange(
+    async def sync(
         self,
         batches: list[tuple[str, TokenBatch]],
         finished: list[str],
@@ -189,7 +189,7 @@ class EngineSide:
         sent = self.clock.ticks()
         try:
             reply = await self._link.run_script(
-                EXCHANGE,
+                SYNC,
                 self._encode(arguments),
                 self._encode(load),
                 logged.tokens,
@@ -210,7 +210,7 @@ class EngineSide:
     def _arguments(
         self, load: EngineLoad, room: tuple[int, int, int], costs: PrefixReport, logged: token_log.Entries, **more: Any
     ) -> dict[str, Any]:
-        """Return the named arguments of the sync script, which exchange.lua documents."""
+        """Return the named arguments of the sync script, which sync.lua documents."""
         room_tokens, room_requests, claim_tokens = room
         return {
             **more,

@@ -36,9 +36,9 @@ SHARED = (
     "locality",
     "quotas",
     "responses",
-    "exchange_log",
-    "exchange_claim",
-    "exchange_renew",
+    "sync_log",
+    "sync_claim",
+    "sync_renew",
 )
 
 
@@ -114,7 +114,7 @@ RESPONSE_DROP, RESPONSE_LEASE = load("response_drop"), load("response_lease")
 ADAPTER_PUT, ADAPTER_GET, ADAPTER_DROP = load("adapter_put"), load("adapter_get"), load("adapter_drop")
 # The engine's side.
 OPEN, CLOSE, OTHERS = load("open"), load("close"), load("others")
-REJOIN, EXCHANGE = load("rejoin"), load("exchange")
+REJOIN, SYNC = load("rejoin"), load("sync")
 REQUESTS_WAIT = load("requests_wait")
 
 # Commands of Redis that the scripts and their callers need.

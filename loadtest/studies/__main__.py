@@ -30,7 +30,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     "fleet": (f"{PACKAGE}.fleet", "simulate several engines on one queue: what prefix locality does"),
     "adapter-fleet": (f"{PACKAGE}.adapter_fleet", "simulate engines that share many LoRA adapters: preferring holders"),
     "claim-cost": (f"{PACKAGE}.claim_cost", "time in Redis what choosing requests by prefix costs"),
-    "redis-load": (f"{PACKAGE}.redis_load", "time what requests, exchanges and tokens cost Redis"),
+    "redis-load": (f"{PACKAGE}.redis_load", "time what requests, syncs and tokens cost Redis"),
     "rates": (f"{PACKAGE}.rates", "measure normalised latency by request rate, by allocation and admission"),
     "sharing": (f"{PACKAGE}.sharing", "count the KV blocks that parallel sampling and beam search share"),
     "structured": (f"{PACKAGE}.structured", "compare tokens/s with grammars and without, in pairs"),

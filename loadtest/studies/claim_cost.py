@@ -1,11 +1,11 @@
-"""`python -m quire.loadtest.studies claim-cost`: how long Redis takes for an exchange that claims one request of a long
+"""`python -m quire.loadtest.studies claim-cost`: how long Redis takes for a sync that claims one request of a long
 queue.
 
 1,000 requests wait.  One engine ends a request and claims one, again and again, in pairs: in the queue's order, and by
 prefix.  The time is Redis' own (INFO commandstats), so it leaves out the network and this process.
 
-  order_us, locality_us    of an exchange, with a pause before each: Redis' code and data have left the caches
-  busy_..._us              of an exchange that claims and ends nothing, in bursts: Redis is as busy as it can be
+  order_us, locality_us    of a sync, with a pause before each: Redis' code and data have left the caches
+  busy_..._us              of a sync that claims and ends nothing, in bursts: Redis is as busy as it can be
   ..._commands             Redis commands in the script, which no other work on the machine changes
 """
 
@@ -27,12 +27,12 @@ from quire.engine.wire.engine_side import EngineSide
 from quire.engine.wire.gateway_side import GatewaySide
 from quire.engine.wire.messages import EngineLoad, Generate, Sampling
 from quire.engine.wire.prefixes import PrefixReport, prefix_digests, split
-from quire.engine.wire.scripts import EXCHANGE
+from quire.engine.wire.scripts import SYNC
 from quire.loadtest.studies.fleet import prefixes, unique
 
 COSTS = PrefixReport(token_us=23.0, step_us=5000.0, backlog=1000)
 ENGINES = 4
-BURST = 50  # exchanges
+BURST = 50  # syncs
 
 
 class _Queue:
@@ -57,7 +57,7 @@ class _Queue:
             held = [next(self._turns).tokens[:1000] for _ in range(150)]
             added = [digest for tokens in held for digest in split(prefix_digests(tokens, ""))]
             report = PrefixReport(added, [], COSTS.token_us, COSTS.step_us, COSTS.backlog) if self._report else None
-            await engine.exchange([], [], _load(f"e{at}"), 0, 0, report)
+            await engine.sync([], [], _load(f"e{at}"), 0, 0, report)
 
     async def _submit(self) -> None:
         tokens, self._number = next(self._turns).tokens, self._number + 1
@@ -77,7 +77,7 @@ class _Queue:
     async def claim(self) -> tuple[int, int]:
         """End a request and claim one; return Redis' microseconds and commands."""
         before = self._used()
-        reply = await self._engines[0].exchange([], self._done, _load("e0"), 2000, 1, self._report)
+        reply = await self._engines[0].sync([], self._done, _load("e0"), 2000, 1, self._report)
         after = self._used()
         self._done = [request.id for request in reply.generates]
         for _ in self._done:
@@ -85,7 +85,7 @@ class _Queue:
         return after[0] - before[0], after[1] - before[1]
 
     async def burst(self) -> float:
-        """Claim BURST requests, one an exchange, all sent at once; return Redis' microseconds for each."""
+        """Claim BURST requests, one a sync, all sent at once; return Redis' microseconds for each."""
         engine, sent = self._engines[0], list[Any]()
         run = engine._link.run_script
 
@@ -96,7 +96,7 @@ class _Queue:
         for _ in range(BURST):
             await self._submit()
         engine._link.run_script = record  # type: ignore[method-assign]
-        reply = await engine.exchange([], self._done, _load("e0"), 2000, 1, self._report)
+        reply = await engine.sync([], self._done, _load("e0"), 2000, 1, self._report)
         engine._link.run_script = run  # type: ignore[method-assign]
         pipeline = self._client.pipeline(transaction=False)
         arguments = msgspec.msgpack.decode(sent[0])
@@ -104,7 +104,7 @@ class _Queue:
             engine._seq += 1
             arguments["seq"] = engine._seq
             packed = msgspec.msgpack.encode(arguments)
-            pipeline.evalsha(EXCHANGE.sha, 1, engine._link.prefix, packed, *sent[1:])
+            pipeline.evalsha(SYNC.sha, 1, engine._link.prefix, packed, *sent[1:])
         before = self._used()
         replies = pipeline.execute()
         took = self._used()[0] - before[0]
@@ -126,7 +126,7 @@ def _load(name: str) -> EngineLoad:
 
 
 async def measure(url: str, workload: str, queued: int, claims: int) -> dict[str, Any]:
-    """Return medians of an exchange in both modes: microseconds, what one pair differs by, commands."""
+    """Return medians of a sync in both modes: microseconds, what one pair differs by, commands."""
     queues = [_Queue(url, f"{workload}-{locality}", workload, locality=locality) for locality in (False, True)]
     for queue in queues:
         await queue.open(queued)

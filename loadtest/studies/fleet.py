@@ -6,8 +6,8 @@ It shows what prefix locality does to hit rate, requests per second and waiting,
                                       ^ virtual time                          steps take what StepTime says
 
 Redis, the scripts, both sides of the bus and the schedulers are real.  Made up are the model, the time that steps take,
-and Redis' clock: `now_ms` of the scripts reads a key that this program sets.  An engine exchanges after
-each step, and when a script wakes it; wakes during an exchange (`--exchange-ms`) count as one.
+and Redis' clock: `now_ms` of the scripts reads a key that this program sets.  An engine syncs after
+each step, and when a script wakes it; wakes during a sync (`--exchange-ms`) count as one.
 
 Workloads, each after a warm-up that is not counted:
   prefixes   600 prefixes of 1,000 tokens, 100 tokens of its own and 64 of output for each request (--prefixes, --own,
@@ -125,20 +125,20 @@ class _Count(msgspec.Struct):
     at: float
     scripts: int
     cpu_us: float  # CPU time of Redis
-    exchanges: int
+    syncs: int
     steps: int
     requests: int
 
     def load(self, before: _Count) -> dict[str, float]:
         """Return what the fleet has asked of Redis since `before`."""
-        seconds, exchanges = self.at - before.at, self.exchanges - before.exchanges
+        seconds, syncs = self.at - before.at, self.syncs - before.syncs
         requests, steps = self.requests - before.requests, self.steps - before.steps
         cpu_us = self.cpu_us - before.cpu_us
         return {
             "scripts_per_s": (self.scripts - before.scripts) / seconds,
-            "exchanges_per_s": exchanges / seconds,
-            "exchanges_per_request": exchanges / requests,
-            "exchanges_per_step": exchanges / max(1, steps),
+            "exchanges_per_s": syncs / seconds,
+            "exchanges_per_request": syncs / requests,
+            "exchanges_per_step": syncs / max(1, steps),
             "steps_per_s": steps / seconds,  # all engines together
             # Redis' CPU time, which depends on the machine.
             "cpu_us_per_request": cpu_us / requests,
@@ -157,7 +157,7 @@ class Figures(msgspec.Struct):
     ttft_by_tenant: dict[str, tuple[float, float, float]]
     claims: dict[str, int]  # by Claim.reason
     busiest: float  # requests of the engine that began most / mean
-    exchange_us: float  # Redis' mean time for one exchange
+    exchange_us: float  # Redis' mean time for one sync
     waiting: int  # requests in the queue when the last session arrived
     redis: dict[str, float]  # see _Count.load; until the last session arrived
 
@@ -183,7 +183,7 @@ class _Engine:
         self.deltas: list[Delta] = []
         self.finished: list[str] = []
         self.running: float = 0.0  # seconds that the step in flight takes; 0: none is
-        self.steps = self.begun = self.exchanges = 0
+        self.steps = self.begun = self.syncs = 0
         self.silent_until = 0.0  # rings before this time count as one, which `rung` remembers
         self.rung = False
         self.claims: Counter[str] = Counter()
@@ -220,10 +220,10 @@ class _Engine:
 
     @property
     def due(self) -> bool:
-        """Whether an exchange at the end of this step says or claims anything of note."""
+        """Whether a sync at the end of this step says or claims anything of note."""
         return bool(self.finished) or self.steps % 16 == 0 or self.core.headroom.startable()[1] > 0
 
-    async def exchange(self) -> float:
+    async def sync(self) -> float:
         """Exchange with Redis; return the seconds after which to ask again, 0: at the next occasion."""
         (gained, lost), self.changes = self.changes, ([], [])
         lost = [digest for digest in lost if digest not in set(gained)]
@@ -235,9 +235,9 @@ class _Engine:
             report = PrefixReport(gained, lost, *figures)
         batches = [("g", TokenBatch(self.name, merged(self.deltas)))] if self.deltas else []
         finished, self.finished, self.deltas = self.finished, [], []
-        self.exchanges += 1
+        self.syncs += 1
         room, claimable = self.core.headroom.startable(), self.core.headroom.claimable()
-        reply = await self.side.exchange(batches, finished, self.load, *room, report, claimable)
+        reply = await self.side.sync(batches, finished, self.load, *room, report, claimable)
         self.core.claims.queued = math.ceil(self.side.queue_share)
         for request in reply.generates:
             claim = reply.claim(request.id)
@@ -274,7 +274,7 @@ class Run:
         output: int,
         exchange_s: float,
     ) -> None:
-        """`output`: tokens of each answer.  `exchange_s`: from an exchange's start until rings lead to another one."""
+        """`output`: tokens of each answer.  `exchange_s`: from a sync's start until rings lead to another one."""
         self.output, self.exchange_s = output, exchange_s
         self.url = server.url
         self.client = redis.Redis.from_url(server.url)
@@ -318,7 +318,7 @@ class Run:
         await self.arrive(next(sessions), counts=counts)
 
     def wake(self) -> None:
-        """Let the engines whose bells the last script has rung exchange."""
+        """Let the engines whose bells the last script has rung sync."""
         self.bells.ping("end")
         while (message := self.bells.get_message(timeout=None))["type"] != "pong":
             if message["type"] == "pmessage":
@@ -337,17 +337,17 @@ class Run:
     async def talk(self, engine: _Engine) -> None:
         engine.rung, engine.silent_until = False, self.now + self.exchange_s
         self.tick()
-        await self.exchange(engine)
+        await self.sync(engine)
         if not engine.running:
             self.start(engine)
 
-    async def exchange(self, engine: _Engine) -> None:
-        """Exchange with Redis; ask again when the reply says so, unless another exchange comes first."""
-        retry = await engine.exchange()
+    async def sync(self, engine: _Engine) -> None:
+        """Exchange with Redis; ask again when the reply says so, unless another sync comes first."""
+        retry = await engine.sync()
         self.wake()
         if retry:
-            number = engine.exchanges
-            self.at(self.now + retry, lambda: self.talk(engine) if engine.exchanges == number else None)
+            number = engine.syncs
+            self.at(self.now + retry, lambda: self.talk(engine) if engine.syncs == number else None)
 
     def start(self, engine: _Engine) -> None:
         if seconds := engine.submit():
@@ -367,7 +367,7 @@ class Run:
                     self.at(self.now + pause, partial(self.arrive, after, counts=counts))
         if engine.due:
             self.tick()
-            await self.exchange(engine)
+            await self.sync(engine)
         self.start(engine)
 
     async def serve(self, streams: list[tuple[Sessions, float]], warm: int, count: int) -> Figures:
@@ -376,7 +376,7 @@ class Run:
         self.tick()
         for engine in self.engines:
             await engine.side.open()
-            await engine.exchange()
+            await engine.sync()
         total = sum(rate for _, rate in streams)
         at = 0.0
         for number in range(warm + count):
@@ -411,8 +411,8 @@ class Run:
     def count(self) -> _Count:
         info: Any = self.client.info("everything")
         scripts, cpu_us = info.get("cmdstat_evalsha", {"calls": 0})["calls"], 1e6 * redis_cpu_s(info)
-        exchanges, steps = (sum(getattr(one, name) for one in self.engines) for name in ("exchanges", "steps"))
-        return _Count(self.now, scripts, cpu_us, exchanges, steps, self.arrived)
+        syncs, steps = (sum(getattr(one, name) for one in self.engines) for name in ("syncs", "steps"))
+        return _Count(self.now, scripts, cpu_us, syncs, steps, self.arrived)
 
     def figures(self, offered: float) -> Figures:
         totals = [(engine.core.report.totals, before) for engine, before in zip(self.engines, self.before, strict=True)]
@@ -476,8 +476,8 @@ def options() -> argparse.ArgumentParser:
         "--exchange-ms",
         type=float,
         default=0.0,
-        help="how long an engine's exchange takes in which "
-        "further rings of its bell count as one (default: 0, each ring is an exchange)",
+        help="how long an engine's sync takes in which "
+        "further rings of its bell count as one (default: 0, each ring is a sync)",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mode", choices=["locality", "order", "one"], default="locality",

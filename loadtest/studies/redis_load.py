@@ -1,15 +1,15 @@
-"""`python -m quire.loadtest.studies redis-load`: what requests, exchanges and tokens cost Redis.
+"""`python -m quire.loadtest.studies redis-load`: what requests, syncs and tokens cost Redis.
 
 Both sides of the bus and the scripts are the real ones, and so are Redis with its append-only file and the request ids.
 No model runs.  For each number of gateways, of engines, of sequences per engine and of tenants that wait:
 
-    ring       an exchange of an engine with room while nothing waits, as after a ring of the bell
+    ring       a sync of an engine with room while nothing waits, as after a ring of the bell
     submit     a request that joins the queue
-    step       an exchange with one token for each sequence, and all gateways that read them
+    step       a sync with one token for each sequence, and all gateways that read them
     request    queued, claimed, ended and settled, with its prompt; its tokens count as steps
     first      a gateway's first reading of the fleet
-    reading    its next readings: each engine has exchanged since the last one
-    quiet      a reading when no engine has exchanged since the last one
+    reading    its next readings: each engine has synced since the last one
+    quiet      a reading when no engine has synced since the last one
 
 The streams of an engine are spread evenly over the gateways.  Times are microseconds of Redis' own CPU (INFO cpu), so
 they leave out waiting, clients and the network, and hardly depend on what else the machine does; `script_us` is the
@@ -145,14 +145,14 @@ class Spent(msgspec.Struct, frozen=True):
 
 
 class _Engine:
-    """One engine whose sequences get a token in each exchange."""
+    """One engine whose sequences get a token in each sync."""
 
     def __init__(self, url: str, name: str) -> None:
         self.side = EngineSide(url, name, lease_ms=600_000)
         self.held: dict[str, tuple[str, int]] = {}  # request id -> its gateway, tokens so far
         self._name = name
 
-    async def exchange(self, *, tokens: bool = False, ends: int = 0, room: int = 0) -> list[str]:
+    async def sync(self, *, tokens: bool = False, ends: int = 0, room: int = 0) -> list[str]:
         """Send a token for each sequence, end the oldest `ends`, claim at most `room`; return the ids of the ended."""
         ended = list(self.held)[:ends]
         deltas: dict[str, list[Delta]] = {}
@@ -161,7 +161,7 @@ class _Engine:
             deltas.setdefault(gateway, []).append(Delta(name, count, [TOKEN + count], finish))
         load = msgspec.structs.replace(LOAD, engine=self._name, yield_tokens=0)
         batches = [(gateway, TokenBatch(self._name, some)) for gateway, some in deltas.items()]
-        reply = await self.side.exchange(batches, ended, load, 10**9 if room else 0, room, COSTS)
+        reply = await self.side.sync(batches, ended, load, 10**9 if room else 0, room, COSTS)
         self.held = {
             name: (gateway, count + tokens) for name, (gateway, count) in self.held.items() if name not in ended
         }
@@ -231,7 +231,7 @@ class _Deployment:
         """Queue and claim, until each engine runs `sequences` sequences."""
         while any(len(engine.held) < sequences for engine in self.engines):
             for engine in self.engines:
-                await engine.exchange(room=sequences - len(engine.held))
+                await engine.sync(room=sequences - len(engine.held))
 
     async def step(self, *, turnover: bool = False) -> None:
         """One step of every engine; with `turnover` each ends a request and claims another one."""
@@ -239,7 +239,7 @@ class _Deployment:
             if turnover:
                 await self.submit()
             expected = self._read + len(engine.held)
-            ended = await engine.exchange(tokens=True, ends=int(turnover), room=int(turnover))
+            ended = await engine.sync(tokens=True, ends=int(turnover), room=int(turnover))
             while self._read < expected:
                 self._more.clear()
                 await self._more.wait()
@@ -256,11 +256,11 @@ def _stored_bytes(client: redis.Redis) -> int:
 
 
 async def _reading(deployment: _Deployment) -> dict[str, float]:
-    """Return the costs of a reading after each engine has exchanged."""
+    """Return the costs of a reading after each engine has synced."""
     readings, own = [], Spent.of_reading(deployment.client)
     for _ in range(READINGS):
         for engine in deployment.engines:
-            await engine.exchange()
+            await engine.sync()
         before = Spent.read(deployment.client)
         await deployment.gateway.fleet()
         readings.append(Spent.read(deployment.client) - before - own)
@@ -276,7 +276,7 @@ async def measure(url: str, size: Size) -> dict[str, Any]:
             client.script_load(script.source)
     await deployment.open()
     for engine in deployment.engines:
-        await engine.exchange(room=1)
+        await engine.sync(room=1)
     own, marks = Spent.of_reading(client), [Spent.read(client)]
 
     def mark() -> Spent:
@@ -285,7 +285,7 @@ async def measure(url: str, size: Size) -> dict[str, Any]:
 
     for _ in range(size.steps):
         for engine in deployment.engines:
-            await engine.exchange(room=1)
+            await engine.sync(room=1)
     ring = mark().each(size.steps * engines)
     memory = _stored_bytes(client)
     waiting = max(engines * size.sequences, size.tenants)

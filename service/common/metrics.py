@@ -201,7 +201,7 @@ _engine_gauge(
 )
 ENGINE_AGE = _engine_gauge(
     "quire_engine_age_seconds",
-    "Seconds since the engine's last exchange.",
+    "Seconds since the engine's last sync.",
     lambda load: max(0.0, steady_ms() - load.time_ms) / 1000,
 )
 ENGINE_BLOCKS = _engine_gauge("quire_engine_kv_blocks", "KV blocks in the pool.", lambda load: load.total_blocks)

@@ -179,7 +179,7 @@ class FakeEngine:
 
     async def _exchange(self, batches: list[tuple[str, TokenBatch]], finished: list[str]) -> None:
         load = a_load(self._engine, **{"running": len(self._running), **self.load_changes})
-        claimed = await self._side.exchange(batches, finished, load, self.room_tokens, 0 if self.holding else 1000)
+        claimed = await self._side.sync(batches, finished, load, self.room_tokens, 0 if self.holding else 1000)
         for generate in claimed.generates:
             self.seen.append(generate)
             scripts = [self.script(generate, index) for index in range(generate.n)]

@@ -48,8 +48,8 @@ class Deadly(ScriptedExecutor):
 
 
 class DeadlyBus(EngineSide):
-    async def exchange(self, *args: Any) -> ExchangeReply:
-        claimed = await super().exchange(*args)
+    async def sync(self, *args: Any) -> ExchangeReply:
+        claimed = await super().sync(*args)
         if any(Deadly.deadly in request.token_ids for request in claimed.generates):
             raise RuntimeError("the bus thread can't read this")
         return claimed

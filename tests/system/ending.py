@@ -51,7 +51,7 @@ class Hushed:
         batches: list[tuple[str, TokenBatch]] = []
         finished: list[str] = []
         while True:
-            claimed = await self._side.exchange(batches, finished, a_load(vocab_size=500), 10**9, 2000)
+            claimed = await self._side.sync(batches, finished, a_load(vocab_size=500), 10**9, 2000)
             deltas, finished = list[Delta](), []
             for request in claimed.generates:
                 self.held[request.id] = request

@@ -90,7 +90,7 @@ def simulated(*options: str) -> dict[str, Any]:
 
 
 def test_a_fleet_counts_what_it_asks_of_redis() -> None:
-    """Each ring of an idle engine is an exchange, unless rings during an exchange count as one."""
+    """Each ring of an idle engine is a sync, unless rings during a sync count as one."""
     every, merged = simulated(), simulated("--exchange-ms=20")
     for found in (every, merged):
         load = found["redis"]

@@ -22,7 +22,7 @@ async def main(url: str, namespace: str, name: str) -> None:
         words = json.loads(line)
         digests = [digest for one in words["gains"] for digest in split(prefix_digests(prompt(one, 1024), ""))]
         report = PrefixReport(digests, [], words["token_us"], 10_000.0)
-        got = await engine.exchange([], [], load(name), *PLENTY, report)
+        got = await engine.sync([], [], load(name), *PLENTY, report)
         held = [got.claim(one).held_tokens for one in ids(got)]
         answer = {"ids": ids(got), "held": held, "retry_ms": got.retry_ms, "clock_s": engine.clock.skew_s}
         print(json.dumps(answer), flush=True)

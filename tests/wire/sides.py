@@ -50,7 +50,7 @@ def ids(claimed: ExchangeReply) -> list[str]:
 async def take(
     engine: EngineSide, name: str = "e1", tokens: int = PLENTY[0], requests: int = PLENTY[1]
 ) -> ExchangeReply:
-    return await engine.exchange([], [], load(name), tokens, requests)
+    return await engine.sync([], [], load(name), tokens, requests)
 
 
 async def read(gateway: GatewaySide, count: int) -> list[TokenBatch]:

@@ -18,8 +18,8 @@ from quire.engine.wire.gateway_side import GatewaySide
 from quire.engine.wire.layout import RINGS
 from quire.engine.wire.records import ExchangeReply
 from tests.wire.sides import LONG_MS, Bus, generate, ids, load, take
-from tests.wire.test_exchange_commands import commands
 from tests.wire.test_locality import SLOW, ask, prompt
+from tests.wire.test_sync_commands import commands
 
 SLOTS = 2  # requests that an engine runs at once
 ROOMS = {"e0": 30, "e1": 30, "e2": 60, "e3": 100}  # prompt tokens
@@ -70,7 +70,7 @@ async def test_a_request_wakes_few_of_many_engines(bus: Bus) -> None:
             for at in range(len(names), number):
                 names.append(f"e{at:02}")
                 engine = await bus.engine(names[-1])
-                await engine.exchange([], [], load(names[-1]), 1_000 + at, 1)
+                await engine.sync([], [], load(names[-1]), 1_000 + at, 1)
                 await deafen(engine)
                 bells.listen(names[-1])
             bells.rung()
@@ -88,20 +88,20 @@ async def test_an_engine_that_leaves_a_request_to_a_better_one_wakes_it(bus: Bus
     gateway, one, better = await bus.gateway(), await bus.engine("e1"), await bus.engine("e2")
     with redis.Redis.from_url(bus.url) as client:
         bells = Bells(client, bus.namespace)
-        await better.exchange([], [], load("e2"), 1_000_000, 10, SLOW)
+        await better.sync([], [], load("e2"), 1_000_000, 10, SLOW)
         await gateway.submit(ask("first", prompt(1, 1100)))
-        assert ids(await better.exchange([], [], load("e2"), 1_000_000, 10, SLOW)) == ["first"]
-        await better.exchange([], ["first"], load("e2"), 5_000, 10, SLOW)
-        await one.exchange([], [], load("e1"), 1_000_000, 10, SLOW)
+        assert ids(await better.sync([], [], load("e2"), 1_000_000, 10, SLOW)) == ["first"]
+        await better.sync([], ["first"], load("e2"), 5_000, 10, SLOW)
+        await one.sync([], [], load("e1"), 1_000_000, 10, SLOW)
         await deafen(better)
         bells.listen("e1")
         await gateway.submit(ask("second", prompt(1, 1100)))
         assert bells.rung() == ["e1"]
         bells.listen("e2")
-        reply = await one.exchange([], [], load("e1"), 1_000_000, 10, SLOW)
+        reply = await one.sync([], [], load("e1"), 1_000_000, 10, SLOW)
         assert (ids(reply), bells.rung()) == ([], ["e2"])
         bells.close()
-        assert ids(await better.exchange([], [], load("e2"), 5_000, 10, SLOW)) == ["second"]
+        assert ids(await better.sync([], [], load("e2"), 5_000, 10, SLOW)) == ["second"]
 
 
 async def test_what_a_dead_engine_held_wakes_others(bus: Bus) -> None:
@@ -143,10 +143,10 @@ class Idle(RuleBasedStateMachine):
         held = self.held[name]
         return ROOMS[name] - sum(held.values()), SLOTS - len(held)
 
-    def exchange(self, name: str, finished: tuple[str, ...] = ()) -> None:
+    def sync(self, name: str, finished: tuple[str, ...] = ()) -> None:
         for one in finished:
             del self.held[name][one]
-        reply: ExchangeReply = self.run(self.engines[name].exchange([], list(finished), load(name), *self.room(name)))
+        reply: ExchangeReply = self.run(self.engines[name].sync([], list(finished), load(name), *self.room(name)))
         for request in reply.generates:
             self.held[name][request.id] = self.waiting.pop(request.id)
 
@@ -158,7 +158,7 @@ class Idle(RuleBasedStateMachine):
                 return
             for name in rung:
                 if name in self.engines:
-                    self.exchange(name)
+                    self.sync(name)
         raise AssertionError("engines wake each other for ever")
 
     def come(self, name: str) -> None:
@@ -167,7 +167,7 @@ class Idle(RuleBasedStateMachine):
         self.run(deafen(side))
         self.engines[name] = side
         self.bells.listen(name)
-        self.exchange(name)
+        self.sync(name)
 
     @rule(name=st.sampled_from(sorted(ROOMS)))
     def start_engine(self, name: str) -> None:
@@ -198,7 +198,7 @@ class Idle(RuleBasedStateMachine):
         busy = sorted(name for name in self.engines if self.held[name])
         name = data.draw(st.sampled_from(busy))
         ended = data.draw(st.sets(st.sampled_from(sorted(self.held[name]))))
-        self.exchange(name, tuple(sorted(ended)))
+        self.sync(name, tuple(sorted(ended)))
         self.check()
 
     @rule(data=st.data())

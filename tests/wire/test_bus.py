@@ -54,8 +54,8 @@ async def test_a_request_goes_down_and_its_tokens_come_up(bus: Bus) -> None:
     began_ms = time.time() * 1000 - 1
     assert await take(engine) == ExchangeReply([request], [])
     sent = [batch("a", 0), batch("a", 1)]
-    await engine.exchange([("g1", sent[0])], [], load("e1"), 0, 0)
-    await engine.exchange([("g1", sent[1])], ["a"], last := load("e1"), 0, 0)
+    await engine.sync([("g1", sent[0])], [], load("e1"), 0, 0)
+    await engine.sync([("g1", sent[1])], ["a"], last := load("e1"), 0, 0)
     assert await read(gateway, 2) == sent
     fleet = await gateway.fleet()
     assert (fleet.queued, fleet.queued_tokens, fleet.engines) == (0, 0, [last])
@@ -64,7 +64,7 @@ async def test_a_request_goes_down_and_its_tokens_come_up(bus: Bus) -> None:
     await asyncio.sleep(0.05)
     again = await gateway.fleet()
     assert again.exchanged_ms == fleet.exchanged_ms  # reading the fleet is no sign of an engine's life
-    await engine.exchange([], [], last, 0, 0)
+    await engine.sync([], [], last, 0, 0)
     # A sync is, whatever its load.
     assert (await gateway.fleet()).exchanged_ms["e1"] >= fleet.exchanged_ms["e1"] + 50
 
@@ -136,7 +136,7 @@ async def test_gateways_never_spend_the_same_room_twice(bus: Bus) -> None:
     async def serve() -> None:
         for _ in range(150):
             done = [held.popleft().id for _ in range(min(1, len(held)))]
-            held.extend((await engine.exchange([], done, load("e1"), pool - used(), 1000)).generates)
+            held.extend((await engine.sync([], done, load("e1"), pool - used(), 1000)).generates)
             await asyncio.sleep(0)
 
     async def hammer(gateway: GatewaySide, name: str) -> None:
@@ -190,7 +190,7 @@ class Backlog:
                 finished.append(name)
                 del self.running[name]
         free = self.seats - len(self.running)
-        claimed = await self.engine.exchange([("g1", TokenBatch("e1", deltas))], finished, load("e1"), PLENTY[0], free)
+        claimed = await self.engine.sync([("g1", TokenBatch("e1", deltas))], finished, load("e1"), PLENTY[0], free)
         for request in claimed.generates:
             self.running[request.id] = [0, self.length()]
             self.waits.setdefault(request.tenant, []).append(step - self.submitted[request.id])
@@ -252,20 +252,20 @@ async def test_a_full_engine_claims_for_who_holds_less_than_its_share(bus: Bus) 
     for i in range(3):
         await gateway.submit(generate(f"loud{i}", tenant="loud"))
         await gateway.submit(generate(f"quiet{i}", tenant="quiet"))
-    assert ids(await engine.exchange([], [], full("e1", 0, "loud"), 0, 0)) == []
-    assert ids(await engine.exchange([], [], full("e1", 25, "loud"), 0, 0)) == ["quiet0", "quiet1"]
-    assert ids(await engine.exchange([], [], full("e1", 100, "loud", "quiet"), 0, 0)) == []
-    assert ids(await engine.exchange([], [], full("e1", 100, "loud"), 10, 1)) == ["loud0", "quiet2"]
+    assert ids(await engine.sync([], [], full("e1", 0, "loud"), 0, 0)) == []
+    assert ids(await engine.sync([], [], full("e1", 25, "loud"), 0, 0)) == ["quiet0", "quiet1"]
+    assert ids(await engine.sync([], [], full("e1", 100, "loud", "quiet"), 0, 0)) == []
+    assert ids(await engine.sync([], [], full("e1", 100, "loud"), 10, 1)) == ["loud0", "quiet2"]
 
 
 async def test_nobody_yields_while_another_engine_has_room(bus: Bus) -> None:
     gateway, one, two = await bus.gateway(), await bus.engine("e1"), await bus.engine("e2")
     await take(two, "e2", 10, 1)
     await gateway.submit(generate("quiet", tenant="quiet"))
-    assert ids(await one.exchange([], [], full("e1", 100, "loud"), 0, 0)) == []
+    assert ids(await one.sync([], [], full("e1", 100, "loud"), 0, 0)) == []
     assert ids(await take(two, "e2", 10, 1)) == ["quiet"]
     await gateway.submit(generate("again", tenant="quiet"))
-    assert ids(await one.exchange([], [], full("e1", 100, "loud"), 0, 0)) == ["again"]
+    assert ids(await one.sync([], [], full("e1", 100, "loud"), 0, 0)) == ["again"]
 
 
 async def test_a_withdrawn_request_costs_nothing_or_aborts(bus: Bus) -> None:
@@ -312,7 +312,7 @@ async def test_two_gateways_and_two_engines_share_one_queue(bus: Bus) -> None:
             claimed = (await take(engine, f"e{e}", requests=3)).generates
             assert not seen.keys() & {request.id for request in claimed}
             seen |= {request.id: request.gateway for request in claimed}
-            await engine.exchange(
+            await engine.sync(
                 [(request.gateway, batch(request.id, 0)) for request in claimed],
                 [request.id for request in claimed],
                 load(f"e{e}"),
@@ -361,7 +361,7 @@ async def test_a_late_engine_keeps_what_nobody_took_and_loses_the_rest(bus: Bus)
     back = await take(late)
     assert (back.generates, sorted(back.reassigned)) == ([], ["a", "b"])
     assert (await gateway.fleet()).queued == 0
-    await late.exchange([], ["a", "c"], load("e1"), 0, 0)  # it had finished a all the same: too late
+    await late.sync([], ["a", "c"], load("e1"), 0, 0)  # it had finished a all the same: too late
     assert await take(other, "e2") == ExchangeReply([], [])
 
 
@@ -437,15 +437,15 @@ async def test_a_reply_lost_after_the_work_was_done_repeats_nothing(redis_server
         assert (await gateway.fleet()).queued == 1
         for name in ("b", "c", "d"):
             await gateway.submit(generate(name))
-        await engine.exchange([], [], load("e1"), *PLENTY)
+        await engine.sync([], [], load("e1"), *PLENTY)
         await gateway.cancel("c")
         await gateway.submit(generate("e"))
         proxy.cut_after = b"EVALSHA"
-        got = await engine.exchange([("g1", batch("b", 0))], ["d"], load("e1"), 1000, 1)
+        got = await engine.sync([("g1", batch("b", 0))], ["d"], load("e1"), 1000, 1)
         assert (ids(got), got.aborts) == (["e"], [Abort("c")])
         proxy.cut_after = b"EVALSHA"
         assert await take(engine) == ExchangeReply([], [])
-        await engine.exchange([("g1", batch("b", 1))], [], load("e1"), 0, 0)
+        await engine.sync([("g1", batch("b", 1))], [], load("e1"), 0, 0)
         assert [one.deltas[0].first for one in await read(gateway, 2)] == [0, 1]
         await cut_gateway.close()
         await engine.close()
@@ -460,9 +460,9 @@ async def test_nothing_is_lost_over_a_restart_of_the_server(own_server: Embedded
         await gateway.submit(generate(name))
     assert ids(await take(engine, requests=1)) == ["a"]
     reading = asyncio.create_task(answer(gateway, "a"))
-    await engine.exchange([("g1", batch("a", 0))], [], load("e1"), 0, 0)
+    await engine.sync([("g1", batch("a", 0))], [], load("e1"), 0, 0)
     own_server.stop()
-    sending = asyncio.create_task(engine.exchange([("g1", batch("a", 1))], [], load("e1"), *PLENTY))
+    sending = asyncio.create_task(engine.sync([("g1", batch("a", 1))], [], load("e1"), *PLENTY))
     ringing = asyncio.create_task(engine.bell())
     await asyncio.sleep(0.2)
     own_server.start()
@@ -470,9 +470,9 @@ async def test_nothing_is_lost_over_a_restart_of_the_server(own_server: Embedded
     await ringing  # a reconnect rings
     own_server.stop()
     own_server.start()
-    await engine.exchange([("g1", batch("a", 2))], [], load("e1"), 0, 0)
+    await engine.sync([("g1", batch("a", 2))], [], load("e1"), 0, 0)
     last = TokenBatch("e1", [Delta("a", 3, [3], Finish("length"))])
-    await engine.exchange([("g1", last)], ["a"], load("e1"), 0, 0)
+    await engine.sync([("g1", last)], ["a"], load("e1"), 0, 0)
     assert await reading == [[0, 1, 2, 3]]
     ringing = asyncio.create_task(engine.bell())
     await gateway.submit(generate("c"))
@@ -492,11 +492,11 @@ async def test_a_gateway_whose_tokens_were_cut_off_says_so_and_misses_none(
     with redis.Redis.from_url(own_server.url) as client:
         for position in range(3):  # each is published while the gateway does not listen
             client.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
-            await engine.exchange([("g1", batch("a", position))], [], load("e1"), 0, 0)
+            await engine.sync([("g1", batch("a", position))], [], load("e1"), 0, 0)
         reading = asyncio.create_task(answer(gateway, "a"))
         await subscribed(client, own_bus.namespace)
         last = TokenBatch("e1", [Delta("a", 3, [3], Finish("length"))])
-        await engine.exchange([("g1", last)], ["a"], load("e1"), 0, 0)
+        await engine.sync([("g1", last)], ["a"], load("e1"), 0, 0)
         assert await reading == [[0, 1, 2, 3]]
 
 
@@ -507,7 +507,7 @@ async def test_a_subscription_asks_a_silent_server_whether_it_is_there(
     gateway, engine = await own_bus.gateway(), await own_bus.engine(lease_ms=LONG_MS)
     reading = asyncio.create_task(read(gateway, 1))
     await until(lambda: gateway.rounds > 4)
-    await engine.exchange([("g1", batch("a", 0))], [], load("e1"), 0, 0)
+    await engine.sync([("g1", batch("a", 0))], [], load("e1"), 0, 0)
     assert [one.deltas[0].first for one in await reading] == [0]
 
 
@@ -540,9 +540,7 @@ async def test_full_memory_refuses_new_work_and_lets_old_work_end(own_server: Em
         with pytest.raises(BusDown, match="OOM"):
             await gateway.submit(generate("b", 100_000))
         assert ids(await take(engine)) == ["a"]
-        await engine.exchange(
-            [("g1", TokenBatch("e1", [Delta("a", 0, [1], Finish("length"))]))], ["a"], load("e1"), 0, 0
-        )
+        await engine.sync([("g1", TokenBatch("e1", [Delta("a", 0, [1], Finish("length"))]))], ["a"], load("e1"), 0, 0)
         assert (await read(gateway, 1))[0].deltas[0].finish == Finish("length")
         client.config_set("maxmemory", "0")
     await gateway.submit(generate("c"))
@@ -554,9 +552,9 @@ async def test_what_ended_goes_away(redis_server: EmbeddedRedis, bus: Bus) -> No
     await take(engine)
     reading = asyncio.create_task(read(gateway, 601))
     for position in range(600):
-        await engine.exchange([("g1", batch("a", position))], [], load("e1"), 0, 0)
+        await engine.sync([("g1", batch("a", position))], [], load("e1"), 0, 0)
     with redis.Redis.from_url(redis_server.url) as client:
-        await engine.exchange([("g1", batch("a", 600))], ["a"], load("e1"), 0, 0)
+        await engine.sync([("g1", batch("a", 600))], ["a"], load("e1"), 0, 0)
         await reading
         await engine.close()
         for key in client.scan_iter(f"{{{bus.namespace}}}:*"):  # all else has an end
@@ -603,12 +601,12 @@ async def test_the_bell_rings_at_once(bus: Bus) -> None:
 async def test_an_exchange_costs_the_engine_little_cpu(bus: Bus) -> None:
     engine = await bus.engine()
     full = TokenBatch("e1", [Delta(f"cmpl-{i:032x}", 7, [i]) for i in range(256)])
-    await engine.exchange([("g1", full)], [], load("e1"), 0, 0)
+    await engine.sync([("g1", full)], [], load("e1"), 0, 0)
     costs = []
     for _ in range(5):
         began = time.process_time()
         for _ in range(40):
-            await engine.exchange([("g1", full)], [], load("e1"), 0, 0)
+            await engine.sync([("g1", full)], [], load("e1"), 0, 0)
         costs.append((time.process_time() - began) / 40)
     assert min(costs) <= 2 * python_s()  # 1 ms
 
@@ -628,7 +626,7 @@ async def test_a_reader_with_much_to_read_lets_others_have_their_turn(bus: Bus) 
     gateway, engine = await bus.gateway(), await bus.engine()
     many = TokenBatch("e1", [Delta(f"cmpl-{i:032x}", 7, [i]) for i in range(READ_DELTAS)])
     for _ in range(8):
-        await engine.exchange([("g1", many)], [], load("e1"), 0, 0)
+        await engine.sync([("g1", many)], [], load("e1"), 0, 0)
     turns, seen = 0, list[int]()
 
     async def other() -> None:
@@ -673,7 +671,7 @@ async def test_processes_of_another_version_refuse_to_start_in_one_line(
 
 async def test_every_live_engine_is_told_once_to_reset_its_prefix_cache(bus: Bus) -> None:
     gateway, one, dying = await bus.gateway(), await bus.engine("e1"), await bus.engine("e2")
-    assert await gateway.operations.reset_prefix_caches() == []  # none has exchanged yet
+    assert await gateway.operations.reset_prefix_caches() == []  # none has synced yet
     await take(one)
     await take(dying, "e2")
     assert sorted(await gateway.operations.reset_prefix_caches()) == ["e1", "e2"]

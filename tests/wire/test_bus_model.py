@@ -64,9 +64,9 @@ class BusModel(RuleBasedStateMachine):
         self.left: str | None = None  # whose queue emptied last
         self.room = dict.fromkeys(ENGINES, 0)
         self.held: dict[str, set[str]] = {name: set() for name in ENGINES}
-        self.known: set[str] = set()  # engines that have exchanged and not lapsed since
+        self.known: set[str] = set()  # engines that have synced and not lapsed since
         self.believed: dict[str, set[str]] = {name: set() for name in ENGINES}  # what it would say it holds
-        self.stale: set[str] = set()  # engines whose lease lapsed since they last exchanged
+        self.stale: set[str] = set()  # engines whose lease lapsed since they last synced
         self.last: dict[str, str] = {}  # request -> the engine it was last taken from
         self.at: dict[tuple[str, str], int] = {}  # (engine, request), as claimed -> output position it goes on from
         self.log: dict[str, list[int]] = {}
@@ -248,7 +248,7 @@ class BusModel(RuleBasedStateMachine):
         said=st.lists(st.integers(0, 2**32 - 1), max_size=3),
         data=st.data(),
     )
-    def exchange(self, name: str, room: int, requests: int, said: list[int], data: st.DataObject) -> None:
+    def sync(self, name: str, room: int, requests: int, said: list[int], data: st.DataObject) -> None:
         self.mark_overdue(data)  # the claim moves those that it meets
         mine = sorted(self.believed[name])
         some = st.lists(st.sampled_from(mine), unique=True) if mine else st.just([])
@@ -269,7 +269,7 @@ class BusModel(RuleBasedStateMachine):
         """One sync, and what must come of it."""
         batch = TokenBatch(name, [Delta(one, self.at[name, one], said) for one in talking])
         self.at.update({(name, one): self.at[name, one] + len(said) for one in talking})
-        claimed = self.run(self.engines[name].exchange([("g", batch)], finished, load(name), room, requests))
+        claimed = self.run(self.engines[name].sync([("g", batch)], finished, load(name), room, requests))
         # On a machine that pauses for STALE_MS, its room must count nonetheless.
         self.client.zadd(f"{{{self.namespace}}}:offers", {name: 2**52}, xx=True)
 

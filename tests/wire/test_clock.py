@@ -23,7 +23,7 @@ class World:
     def pass_ms(self, ms: float) -> None:
         self.steady, self.redis, self.wall = self.steady + ms, self.redis + ms, self.wall + ms
 
-    def exchange(self, there_ms: float, back_ms: float) -> None:
+    def sync(self, there_ms: float, back_ms: float) -> None:
         sent = self.clock.ticks()
         self.pass_ms(there_ms)
         said = int(self.redis)
@@ -41,7 +41,7 @@ def test_the_shortest_round_trip_counts(ahead_ms: float) -> None:
     assert world.clock.skew_s == 0.0
     for number in range(200):
         slow = 400.0 if number % 5 else 1.0  # the one way, as where Redis or this process is busy
-        world.exchange(dice.random() * slow, dice.random())
+        world.sync(dice.random() * slow, dice.random())
         world.pass_ms(50)
         if number >= SAMPLES:
             assert abs(world.error_ms) <= 2
@@ -53,22 +53,22 @@ def test_another_time_at_redis_is_taken_over_at_once() -> None:
     """Its clock was set, or another server answers."""
     world = World()
     for _ in range(SAMPLES):
-        world.exchange(0.5, 0.5)
+        world.sync(0.5, 0.5)
     world.redis += 90_000
-    world.exchange(200.0, 1.0)
+    world.sync(200.0, 1.0)
     assert abs(world.error_ms) <= 201
-    world.exchange(0.5, 0.5)
+    world.sync(0.5, 0.5)
     assert abs(world.error_ms) <= 2
     world.redis -= SLACK_MS / 2  # drift is no jump
-    world.exchange(5.0, 5.0)
+    world.sync(5.0, 5.0)
     assert len(world.clock._samples) > 1
 
 
 def test_setting_this_machines_clock_moves_nothing_but_the_skew() -> None:
     world = World()
-    world.exchange(0.5, 0.5)
+    world.sync(0.5, 0.5)
     world.wall -= 3_600_000
-    world.exchange(0.5, 0.5)
+    world.sync(0.5, 0.5)
     assert abs(world.error_ms) <= 2
     assert abs(world.clock.skew_s + 3600) < 0.01
 
@@ -77,12 +77,12 @@ def test_a_wrong_clock_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) 
     world = World(ahead_ms=-1500.0)
     with caplog.at_level(logging.WARNING):
         for _ in range(5):
-            world.exchange(0.5, 0.5)
+            world.sync(0.5, 0.5)
         assert [record.getMessage().count("1.5 s behind Redis' clock") for record in caplog.records] == [1]
         world.wall += 1500.0
-        world.exchange(0.5, 0.5)
+        world.sync(0.5, 0.5)
         world.wall += 1000 * ALARM_S + 500
-        world.exchange(0.5, 0.5)
+        world.sync(0.5, 0.5)
         assert len(caplog.records) == 2
 
 
@@ -101,6 +101,6 @@ async def test_deadlines_keep_their_seconds_between_clocks(bus: Bus, gateway_s: 
     assert 0 < own.deadline_ms - engine.clock.ticks() <= LONG_MS + 500
     assert own.deadline_ms - own.queued_ms == LONG_MS
     assert on_own_clock(request, engine.clock).queued_ms == 0
-    await engine.exchange([], ["a"], load("e1"), 0, 0)
+    await engine.sync([], ["a"], load("e1"), 0, 0)
     await gateway.submit(msgspec.structs.replace(generate("b"), deadline_ms=now_ms - 1))
     assert (await take(engine)).generates == []

@@ -56,10 +56,10 @@ async def use_every_script(bus: Bus) -> None:
     assert queued.lane == "on_time"
     assert (await gateway.places(["a"]))["a"].ahead == 0
     assert await gateway.find_duplicate(key) is not None
-    assert ids(await engine.exchange([], [], load("e1"), *PLENTY, PrefixReport(token_us=1, step_us=1))) == ["a"]
-    await engine.exchange([("g1", batch("a", 0))], [], load("e1"), 0, 0)
+    assert ids(await engine.sync([], [], load("e1"), *PLENTY, PrefixReport(token_us=1, step_us=1))) == ["a"]
+    await engine.sync([("g1", batch("a", 0))], [], load("e1"), 0, 0)
     assert await gateway.attach("a") is not None
-    await engine.exchange([("g1", batch("a", 1))], ["a"], load("e1"), 0, 0)
+    await engine.sync([("g1", batch("a", 1))], ["a"], load("e1"), 0, 0)
     assert len(await read(gateway, 2)) == 2
     assert await gateway.log("a", 0, 0, 5) is not None
     await gateway.keep(["a"])
@@ -157,7 +157,7 @@ async def test_a_slot_moves_to_another_node(cluster: RedisCluster, elsewhere: Bu
     gateway, engine = await elsewhere.gateway(), await elsewhere.engine()
     await gateway.submit(generate("a"))
     assert ids(await take(engine)) == ["a"]
-    await engine.exchange([("g1", batch("a", 0))], [], load("e1"), 0, 0)
+    await engine.sync([("g1", batch("a", 0))], [], load("e1"), 0, 0)
     assert len(await read(gateway, 1)) == 1
     await engine.bell()
 
@@ -169,7 +169,7 @@ async def test_a_slot_moves_to_another_node(cluster: RedisCluster, elsewhere: Bu
     assert f"{prefix}req:a".encode() in keys
     assert f"{prefix}req:b".encode() not in keys
     assert target.cluster("COUNTKEYSINSLOT", slot) == 0
-    sending = asyncio.create_task(engine.exchange([("g1", batch("a", 1))], [], load("e1"), 0, 0))
+    sending = asyncio.create_task(engine.sync([("g1", batch("a", 1))], [], load("e1"), 0, 0))
     move_keys(source, target, slot)
     for node in (target, source):
         node.cluster("SETSLOT", slot, "NODE", target.id)
@@ -196,14 +196,14 @@ async def test_a_master_dies_and_its_replica_serves(redis_binary: Path, namespac
         gateway, engine = await bus.gateway(), await bus.engine()
         await gateway.submit(generate("a"))
         assert ids(await take(engine)) == ["a"]
-        await engine.exchange([("g1", batch("a", 0))], [], load("e1"), 0, 0)
+        await engine.sync([("g1", batch("a", 0))], [], load("e1"), 0, 0)
         master.command("WAIT", 1, 10_000)
         reading = asyncio.create_task(answer(gateway, "a"))
         await asyncio.sleep(0.1)
         master.kill() if how == "killed" else master.freeze()
         async with asyncio.timeout(patience(LIMIT_S)):
             last = TokenBatch("e1", [Delta("a", 1, [1], Finish("length"))])
-            await engine.exchange([("g1", last)], [], load("e1"), 0, 0)
+            await engine.sync([("g1", last)], [], load("e1"), 0, 0)
             assert await reading == [[0, 1]]
             ringing = asyncio.create_task(engine.bell())
             queued = None

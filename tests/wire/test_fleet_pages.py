@@ -71,7 +71,7 @@ async def test_a_lease_has_the_number_of_its_change_the_time_and_the_load(bus: B
     engine = await bus.engine()
     sent = load("e1")
     for number in (1, 2):
-        await engine.exchange([], [], sent, 0, 0)
+        await engine.sync([], [], sent, 0, 0)
         with redis.Redis.from_url(bus.url) as client:
             value: Any = client.get(f"{{{bus.namespace}}}:lease:e1")
             assert int(client.get(f"{{{bus.namespace}}}:changes")) == number
@@ -202,14 +202,14 @@ class Readings(RuleBasedStateMachine):
         return f"{{{self.namespace}}}:{name}"
 
     @rule(name=st.sampled_from(NAMES), room=st.integers(0, 2))
-    def exchange(self, name: str, room: int) -> None:
+    def sync(self, name: str, room: int) -> None:
         if name not in self.engines:
             self.engines[name] = EngineSide(self.server.url, name, namespace=self.namespace, lease_ms=LONG_MS)
             self.run(self.engines[name].open())
         self.steps += 1
         told = msgspec.structs.replace(load(name), generated_tokens=self.steps)
         try:
-            self.run(self.engines[name].exchange([], [], told, room, room))
+            self.run(self.engines[name].sync([], [], told, room, room))
         except BusDown:  # Redis went back to an earlier process of this name: this one ends
             self.run(self.engines.pop(name).close())
 

@@ -61,7 +61,7 @@ async def sync(
 ) -> ExchangeReply:
     own = msgspec.structs.replace(load(name), **{"honours": [ADAPTERS], "yield_tokens": yield_tokens, **more})
     back = dict.fromkeys(returned, WHY)
-    return await engine.exchange([], [], own, room, requests, report, returned=back)
+    return await engine.sync([], [], own, room, requests, report, returned=back)
 
 
 @pytest.mark.parametrize("report", [SLOW, None], ids=["locality", "in order"])
@@ -155,7 +155,7 @@ async def test_a_folder_that_appears_is_found_and_one_that_vanishes_later_gets_i
     assert clock.tick()
     assert ids(await sync(one, "e1")) == ["a"]
     said = [("g1", TokenBatch("e1", [Delta("a", 0, [7])]))]
-    await one.exchange(said, [], msgspec.structs.replace(load("e1"), honours=[ADAPTERS]), 0, 0, SLOW)
+    await one.sync(said, [], msgspec.structs.replace(load("e1"), honours=[ADAPTERS]), 0, 0, SLOW)
     bus.lapse("e1")
     await gateway.fleet()
     two = await bus.engine("e2")

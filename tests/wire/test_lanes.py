@@ -137,7 +137,7 @@ async def test_a_dead_engines_requests_return_to_their_lanes_and_those_that_have
     for name in ("late 1", "late 2"):
         await gateway.submit(generate(name), bounds=LATE)
     assert len(ids(await take(engine))) == 3
-    await engine.exchange([("g1", batch("late 2", 0))], [], load("e1"), 0, 0)
+    await engine.sync([("g1", batch("late 2", 0))], [], load("e1"), 0, 0)
     await gateway.submit(generate("on 2", priority=-100))
     await engine.close(died=True)
     fleet = await gateway.fleet()
@@ -150,7 +150,7 @@ async def test_what_has_begun_does_not_become_overdue(bus: Bus) -> None:
     gateway, engine = await bus.gateway(), await bus.engine("e1")
     await gateway.submit(generate("a"), bounds=soon(1))
     await take(engine)
-    await engine.exchange([("g1", batch("a", 0))], [], load("e1"), 0, 0)
+    await engine.sync([("g1", batch("a", 0))], [], load("e1"), 0, 0)
     await engine.close(died=True)
     await asyncio.sleep(0.01)
     fleet = await gateway.fleet()
@@ -258,7 +258,7 @@ async def test_an_engine_claims_what_it_can_compute_soon_and_the_rest_stays_in_t
         await gateway.submit(generate(name, 10), bounds=within(1000))
 
     async def claim(tokens: int) -> list[str]:
-        return ids(await engine.exchange([], [], load("e1"), 1000, 10, claim_tokens=tokens))
+        return ids(await engine.sync([], [], load("e1"), 1000, 10, claim_tokens=tokens))
 
     assert await claim(0) == []
     assert await claim(11) == ["a", "b"]  # the one that exceeds it is the last one
@@ -363,7 +363,7 @@ async def test_a_submit_asks_redis_as_much_with_many_engines_and_tenants_as_with
         await count(name)
         for at in range(12):
             engines.append(f"e{name}{at}")
-            await (await bus.engine(engines[-1])).exchange([], [], load(engines[-1]), 100, 1, claim_tokens=0)
+            await (await bus.engine(engines[-1])).sync([], [], load(engines[-1]), 100, 1, claim_tokens=0)
             await gateway.submit(generate(f"{name}{at}", tenant=f"{name}{at}"))
     await count("third")
     assert counts[1:] == [counts[1]] * 2

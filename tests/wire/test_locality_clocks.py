@@ -35,7 +35,7 @@ class Engine:
             [*command, url, namespace, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def exchange(self, token_us: float = TOKEN_US, gains: Sequence[int] = ()) -> dict[str, Any]:
+    def sync(self, token_us: float = TOKEN_US, gains: Sequence[int] = ()) -> dict[str, Any]:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps({"gains": gains, "token_us": token_us}) + "\n")
@@ -63,30 +63,30 @@ async def test_clocks_minutes_apart_leave_no_request_longer_and_none_sooner(
     """By the holder's clock it was heard of minutes ago, or will be; by the other's each time has passed, or none."""
     gateway = await bus.gateway()
     with two(tmp_path, redis_server.url, bus.namespace, ahead_s) as (holder, other):
-        assert abs(holder.exchange(gains=[1, 2])["clock_s"] - ahead_s) < 5
-        assert abs(other.exchange()["clock_s"] + ahead_s) < 5
+        assert abs(holder.sync(gains=[1, 2])["clock_s"] - ahead_s) < 5
+        assert abs(other.sync()["clock_s"] + ahead_s) < 5
 
         await gateway.submit(ask("held", prompt(1, 1100)))
-        got = other.exchange()
+        got = other.sync()
         assert (got["ids"], 0 < got["retry_ms"] <= 1100) == ([], True)
-        got = holder.exchange()
+        got = holder.sync()
         assert (got["ids"], got["held"]) == (["held"], [1024])
 
         await gateway.submit(ask("on time", prompt(1, 1100)), bounds=QueueBounds(target_ms=60_000))
-        got = other.exchange(AGES_US)
+        got = other.sync(AGES_US)
         assert (got["ids"], 40_000 <= got["retry_ms"] <= 45_000) == ([], True)  # three quarters of its time
-        assert holder.exchange(AGES_US)["ids"] == ["on time"]
+        assert holder.sync(AGES_US)["ids"] == ["on time"]
 
         silent_since = time.monotonic()
-        holder.exchange()  # its last one; it has computed everything
+        holder.sync()  # its last one; it has computed everything
         await gateway.submit(ask("left for its time", prompt(1, 1100)))
-        got = other.exchange()
+        got = other.sync()
         assert (got["ids"], 0 < got["retry_ms"] <= 1100) == ([], True)
         await asyncio.sleep(got["retry_ms"] / 1000)
-        assert other.exchange()["ids"] == ["left for its time"]
+        assert other.sync()["ids"] == ["left for its time"]
 
         await gateway.submit(ask("left to a silent engine", prompt(2, 1100)))
-        got = other.exchange(AGES_US)
+        got = other.sync(AGES_US)
         assert (got["ids"], got["retry_ms"] > 60_000) == ([], True)
         await asyncio.sleep(silent_since + STALE_MS / 1000 + 0.2 - time.monotonic())
-        assert other.exchange(AGES_US)["ids"] == ["left to a silent engine"]
+        assert other.sync(AGES_US)["ids"] == ["left to a silent engine"]

@@ -48,7 +48,7 @@ class LocalityModel(RuleBasedStateMachine):
         self.lanes: dict[str, str] = {}
         self.waiting: set[str] = set()
         self.claimed: dict[str, str] = {}
-        self.joined: set[str] = set()  # engines that have exchanged since they opened
+        self.joined: set[str] = set()  # engines that have synced since they opened
         self.lapsed: set[str] = set()  # and those whose lease has lapsed since
         self.run(self.gateway.open())
         for engine in self.engines.values():
@@ -77,7 +77,7 @@ class LocalityModel(RuleBasedStateMachine):
         for _ in range(2 * len(self.waiting) + 2):
             self.older(10_000_000)
             for name in ENGINES:
-                self.exchange(name, 2**40, 100, 50.0, 10_000.0, 0, [])
+                self.sync(name, 2**40, 100, 50.0, 10_000.0, 0, [])
         assert not self.waiting
         assert self.claimed.keys() == self.requests.keys()
         assert not self.client.exists(self.key("prefixes"), self.key("passed"))
@@ -124,19 +124,19 @@ class LocalityModel(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(ENGINES), prefix=st.integers(0, 3), tenant=st.sampled_from(sorted(TENANTS)))
     def evict(self, name: str, prefix: int, tenant: str) -> None:
-        self.exchange(name, 0, 0, 50.0, 10_000.0, 0, split(prefix_digests([prefix] * 700, tenant)))
+        self.sync(name, 0, 0, 50.0, 10_000.0, 0, split(prefix_digests([prefix] * 700, tenant)))
 
     @rule(name=st.sampled_from(ENGINES))
     def silent_release(self, name: str) -> None:
         """A sync of an engine that does not publish claims what is first."""
-        self.check_in_order(name, self.run(self.engines[name].exchange([], [], load(name), 2**40, 1)))
+        self.check_in_order(name, self.run(self.engines[name].sync([], [], load(name), 2**40, 1)))
 
     @rule(name=st.sampled_from(ENGINES))
     def dies(self, name: str) -> None:
         if name not in self.joined:
             return
         done = [one for one, owner in self.claimed.items() if owner == name]  # so that none returns to the queue
-        self.run(self.engines[name].exchange([], done, load(name), 0, 0, PrefixReport()))
+        self.run(self.engines[name].sync([], done, load(name), 0, 0, PrefixReport()))
         self.client.delete(self.key(f"lease:{name}"), self.key("reached"))
         self.run(self.gateway.fleet())
         self.joined.discard(name)
@@ -152,7 +152,7 @@ class LocalityModel(RuleBasedStateMachine):
         step_us=st.sampled_from(STEP_US),
         backlog=st.sampled_from((0, 500, 5000)),
     )
-    def exchange(
+    def sync(
         self,
         name: str,
         room: int,
@@ -165,7 +165,7 @@ class LocalityModel(RuleBasedStateMachine):
         before = self.snapshot()
         report = PrefixReport([], removed or [], token_us, step_us, backlog)
         done = [one for one, owner in self.claimed.items() if owner == name]  # each ends at once: none is on trial
-        got = self.run(self.engines[name].exchange([], done, load(name), room, requests, report))
+        got = self.run(self.engines[name].sync([], done, load(name), room, requests, report))
         self.check(name, got, before, room, requests, report)
 
     # ------------------------------------------------------------------------------------------------------ checks

@@ -54,12 +54,12 @@ class Computing:
         tokens = [token(request_id, index, at) for at in range(first, end)]
         return Delta(request_id, first, tokens, Finish("length") if end == LENGTH else None, index, probs, 7)
 
-    async def exchange(self, pieces: list[tuple[str, int, int]], requests: int = 1000) -> ExchangeReply:
+    async def sync(self, pieces: list[tuple[str, int, int]], requests: int = 1000) -> ExchangeReply:
         """(request, choice, tokens): nothing of those that are over."""
         deltas = [self.piece(*one) for one in pieces if self.at[one[0]][one[1]] < LENGTH]
         finished = [name for name, at in self.at.items() if min(at) == LENGTH]
         batches = [("g", TokenBatch(self.name, deltas))] if deltas else []
-        claimed = await self.side.exchange(batches, finished, load(self.name), PLENTY[0], requests)
+        claimed = await self.side.sync(batches, finished, load(self.name), PLENTY[0], requests)
         for name in [*finished, *claimed.reassigned]:
             self.at.pop(name, None)
         for request in claimed.generates:
@@ -71,7 +71,7 @@ class Computing:
 
     async def say(self, count: int = 1, requests: int = 1000) -> ExchangeReply:
         pieces = [(name, index, count) for name, at in self.at.items() for index in range(len(at))]
-        return await self.exchange(pieces, requests)
+        return await self.sync(pieces, requests)
 
 
 def check(request_id: str, index: int, said: LoggedOutput, *, logprobs: bool = True) -> None:
@@ -162,13 +162,13 @@ async def test_a_lost_claim_end_or_token_comes_again(redis_server: EmbeddedRedis
     await gateway.fleet()
     for name in "abc":
         await gateway.submit(generate(name, gateway="g", n=2))
-    assert ids(await engine.exchange([], requests=2)) == ["a", "b"]
+    assert ids(await engine.sync([], requests=2)) == ["a", "b"]
     await engine.say(3, requests=0)
     with redis.Redis.from_url(redis_server.url) as client:
         past = Snapshots(client, bus.namespace)
         past.keep()
-        assert ids(await engine.exchange([("a", 0, LENGTH), ("a", 1, LENGTH), ("b", 0, 5)])) == ["c"]
-        await engine.exchange([])  # and a is forgotten
+        assert ids(await engine.sync([("a", 0, LENGTH), ("a", 1, LENGTH), ("b", 0, 5)])) == ["c"]
+        await engine.sync([])  # and a is forgotten
         assert set(engine.at) == {"b", "c"}
         assert (await gateway.fleet()).forgotten is False
         past.go_back()
@@ -231,7 +231,7 @@ class Losses(RuleBasedStateMachine):
         self.fresh = False  # nobody has gone back to what is kept
         for engine in self.engines:
             self.submit(probs=False, n=2)
-            self.run(engine.exchange([], 1))
+            self.run(engine.sync([], 1))
 
     def run(self, work: Any) -> Any:
         return self.runner.run(work)
@@ -244,7 +244,7 @@ class Losses(RuleBasedStateMachine):
         self.run(self.gateway.submit(generate(name, gateway="g", n=n, sampling=sampling)))
 
     @rule(which=st.sampled_from((0, 1)), requests=st.integers(0, 3), data=st.data())
-    def exchange(self, which: int, requests: int, data: st.DataObject) -> None:
+    def sync(self, which: int, requests: int, data: st.DataObject) -> None:
         engine = self.engines[which]
         mine = [(name, index) for name, at in engine.at.items() for index in range(len(at))]
         said = st.lists(st.tuples(st.sampled_from(mine), st.integers(1, 12)), unique_by=lambda one: one[0])
@@ -260,7 +260,7 @@ class Losses(RuleBasedStateMachine):
 
     def talk(self, engine: Computing, pieces: list[tuple[str, int, int]], requests: int) -> None:
         before = {name: list(at) for name, at in engine.at.items()}
-        claimed = self.run(engine.exchange(pieces, requests))
+        claimed = self.run(engine.sync(pieces, requests))
         counts = {(name, index): count for name, index, count in pieces}
         for name, at in before.items():
             for index, position in enumerate(at if name not in claimed.reassigned else ()):

@@ -67,7 +67,7 @@ async def test_reader_and_bell_follow_a_name_that_moves(name: Name, how: str, mo
             gateway, engine = await bus.gateway(), await bus.engine()
             await asyncio.wait_for(engine.bell(), patience(5))  # it is subscribed
             reading = asyncio.create_task(read(gateway, 2))
-            await engine.exchange([("g1", batch("a", 0))], [], load("e1"), 0, 0)
+            await engine.sync([("g1", batch("a", 0))], [], load("e1"), 0, 0)
             await gateway.fleet()
             ringing = asyncio.create_task(engine.bell())
             await asyncio.sleep(0.2)
@@ -87,7 +87,7 @@ async def test_reader_and_bell_follow_a_name_that_moves(name: Name, how: str, mo
             with redis.Redis.from_url(name.servers[1].url) as client:
                 await subscribed(client, name.namespace)
             assert (await gateway.fleet()).forgotten  # it may have missed tokens
-            await engine.exchange([("g1", batch("a", 1))], [], load("e1"), 0, 0)
+            await engine.sync([("g1", batch("a", 1))], [], load("e1"), 0, 0)
             assert [one.deltas[0].first for one in await reading] == [0, 1]
             await ringing
             ringing = asyncio.create_task(engine.bell())
@@ -106,5 +106,5 @@ async def test_what_is_no_token_message_is_skipped(own_server: EmbeddedRedis, ow
     with redis.Redis.from_url(own_server.url) as client:
         for message in (b"", b"\xc1", b"\x90", b"\x92\xa0\x91\xc0", bad_id):
             client.publish(f"{{{own_bus.namespace}}}:tokens:{channel_of('g1')}", message)
-        await engine.exchange([("g1", batch("a", 0))], [], load("e1"), 0, 0)
+        await engine.sync([("g1", batch("a", 0))], [], load("e1"), 0, 0)
         assert [one.deltas[0].first for one in await read(gateway, 1)] == [0]

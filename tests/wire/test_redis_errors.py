@@ -156,10 +156,10 @@ async def test_a_fault_of_ours_is_logged_and_ends_an_endless_try(
 ) -> None:
     monkeypatch.setattr(link, "GIVE_UP_S", 0.3)
     engine = await own_bus.engine()
-    monkeypatch.setattr(engine_side, "EXCHANGE", FAULTY)
+    monkeypatch.setattr(engine_side, "SYNC", FAULTY)
     with caplog.at_level(logging.ERROR), pytest.raises(BusDown, match="arithmetic on a nil value"):
         async with asyncio.timeout(patience(100)):
-            await engine.exchange([], [], load("e1"), 0, 0)
+            await engine.sync([], [], load("e1"), 0, 0)
     assert sum("refuses a command" in record.message for record in caplog.records) == 1
 
 
@@ -172,7 +172,7 @@ async def test_an_engine_waits_for_longer_where_time_mends_it(
     engine: EngineSide = await own_bus.engine()
     with redis.Redis.from_url(own_server.url) as client:
         client.replicaof("127.0.0.1", "9")
-        exchanging = asyncio.create_task(engine.exchange([], [], load("e1"), 0, 0))
+        exchanging = asyncio.create_task(engine.sync([], [], load("e1"), 0, 0))
         await asyncio.sleep(3 * give_up_s)
         assert not exchanging.done()
         client.replicaof("NO", "ONE")

@@ -49,8 +49,8 @@ async def test_redis_enters_their_tokens_in_the_same_log(bus: Bus, kind: str, pr
     request_id = f"{new_id(kind, 1_790_000_000_000)}.{prompt}"
     await gateway.submit(generate(request_id))
     await take(engine)
-    await engine.exchange([("g1", TokenBatch("e1", [Delta(request_id, 0, [7])]))], [], load("e1"), 0, 0)
-    await engine.exchange([("g1", TokenBatch("e1", [Delta(request_id, 1, [8, 9])]))], [], load("e1"), 0, 0)
+    await engine.sync([("g1", TokenBatch("e1", [Delta(request_id, 0, [7])]))], [], load("e1"), 0, 0)
+    await engine.sync([("g1", TokenBatch("e1", [Delta(request_id, 1, [8, 9])]))], [], load("e1"), 0, 0)
     with redis.Redis.from_url(bus.url) as client:
         key = f"{{{bus.namespace}}}:tail:e1"
         assert request_id.encode() not in b"".join(client.lrange(key, 0, -1))

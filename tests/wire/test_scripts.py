@@ -54,7 +54,7 @@ def test_every_key_is_documented_and_every_documented_key_is_used() -> None:
 
 @pytest.mark.parametrize("mutant", ["call('DEL', P .. 'waitng')", "call('DEL', P .. 'heldd:' .. me)", "x(':logprob')"])
 def test_an_undeclared_key_is_found(mutant: str) -> None:
-    source = (FOLDER / "exchange.lua").read_text(encoding="utf-8")
+    source = (FOLDER / "sync.lua").read_text(encoding="utf-8")
     assert lua_keys(source) <= documented()
     assert lua_keys(source + mutant) - documented()
     with pytest.raises(ValueError, match="literal"):

@@ -45,7 +45,7 @@ async def test_what_a_failed_engine_said_last_counts_as_progress(bus: Bus) -> No
     for at in range(4):
         engine = await bus.engine()
         assert ids(await take(engine)) == ["long"]
-        await engine.exchange([("g1", batch("long", at))], [], load("e1"), 0, 0)
+        await engine.sync([("g1", batch("long", at))], [], load("e1"), 0, 0)
         await engine.close(died=True)
     assert await gateway.operations.quarantined() == []
 
@@ -68,7 +68,7 @@ async def test_a_failed_engine_is_remembered(bus: Bus) -> None:
 async def room(engine: EngineSide, name: str, tokens: int, total_blocks: int = 100) -> list[str]:
     """What it claims with room for so many tokens; empty it holds 16 times `total_blocks`."""
     said = msgspec.structs.replace(load(name), total_blocks=total_blocks)
-    return ids(await engine.exchange([], [], said, tokens, 1000))
+    return ids(await engine.sync([], [], said, tokens, 1000))
 
 
 async def test_a_suspect_that_fits_nowhere_stops_one_engine_and_not_the_fleet(bus: Bus) -> None:

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 async def say(engine: EngineSide, *deltas: Delta, name: str = "e1", finished: tuple[str, ...] = ()) -> Any:
-    return await engine.exchange([("g1", TokenBatch(name, list(deltas)))], list(finished), load(name), 0, 0)
+    return await engine.sync([("g1", TokenBatch(name, list(deltas)))], list(finished), load(name), 0, 0)
 
 
 async def die(bus: Bus, name: str = "e1") -> None:
@@ -209,7 +209,7 @@ async def test_a_zombie_cannot_write(bus: Bus) -> None:
     await gateway.fleet()
     assert ids(await take(other, "e2", requests=1)) == ["a"]
     await say(other, Delta("a", 1, [2]), name="e2")
-    back = await zombie.exchange(
+    back = await zombie.sync(
         [("g1", TokenBatch("e1", [Delta("a", 1, [9], Finish("length")), Delta("b", 1, [2])]))],
         ["a"],
         load("e1"),
@@ -295,10 +295,10 @@ async def test_an_ended_request_costs_no_other_request_anything(bus: Bus, what: 
     await take(engine)
     await gateway.submit(generate("b"))
     await take(other, "e2")
-    await other.exchange([("g1", batch("b", 0, "e2"))], [], load("e2"), 0, 0)
+    await other.sync([("g1", batch("b", 0, "e2"))], [], load("e2"), 0, 0)
     await say(engine, Delta("a.0", 0, [1, 2]))
     await say(engine, Delta("a.0", 2, [3], Finish("length")))
-    await engine.exchange([], ["a.0"], load("e1"), 0, 0)
+    await engine.sync([], ["a.0"], load("e1"), 0, 0)
     if what == "settle":
         assert await gateway.settle([("a.0", "t", [3])]) == [Usage("a.0", "t", 3, 3, 3)]
     elif what == "attach":
@@ -420,7 +420,7 @@ async def test_the_tail_spares_the_logs_however_many_gateways_there_are(bus: Bus
         lengths = []
         for at in range(2 * TAIL + 4):
             batches = [(name, TokenBatch("e1", [Delta(name, at, [at])])) for name in names]
-            await engine.exchange(batches, [], load("e1"), 0, 0)
+            await engine.sync(batches, [], load("e1"), 0, 0)
             lengths.append({client.strlen(f"{prefix}log:{name}:0") for name in names})
             assert client.llen(f"{prefix}tail:e1") <= TAIL * gateways
         assert [lengths.index(length) for length in ({4 * (TAIL + 1)}, {8 * (TAIL + 1)})] == [TAIL, 2 * TAIL + 1]

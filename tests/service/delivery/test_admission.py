@@ -211,7 +211,7 @@ def test_a_silent_engine_or_reading_counts_as_full() -> None:
 
 
 def heard(age_ms: int, load: EngineLoad, **more: int) -> Fleet:
-    """A reading of NOW of one engine, whose last exchange was so long before."""
+    """A reading of NOW of one engine, whose last sync was so long before."""
     return msgspec.structs.replace(fleet(load, **more), exchanged_ms={load.engine: NOW - age_ms})
 
 

@@ -31,7 +31,7 @@ local function adapter_of(id)  -- returns the digest of a request's LoRA adapter
   return (split_adapter(call('HGET', P .. 'req:' .. id, 'prefixes') or ''))
 end
 
--- Returns whether the engine leaves a request to others, because it lacks the adapter.  `x`: as in exchange_claim.lua.
+-- Returns whether the engine leaves a request to others, because it lacks the adapter.  `x`: as in sync_claim.lua.
 local function leaves(x, id)
   return x.lacking and lacked_of(x.engine, {adapter_of(id)})[1]
 end

@@ -1,6 +1,6 @@
 -- Claims in a sync: isolated suspects first, then a share of the lanes, then requests of tenants below their share.
 --
--- `x` is the sync: its named arguments (exchange.lua), the bytes `load`, and the results of the claims:
+-- `x` is the sync: its named arguments (sync.lua), the bytes `load`, and the results of the claims:
 --   claimed   {id, cached prompt tokens, 1 if it was passed over before} of each claimed request
 --   works     the reply's entry for each claimed request
 --   orders    orders for the engine

@@ -52,7 +52,7 @@ async def test_an_exchange_that_has_nothing_to_do(own_bus: Bus, client: redis.Re
     assert count <= 9 + OFFER + LEASE + BELLS
     _, count = await commands(client, take(engine, tokens=0))
     assert count <= 8 + LEASE  # known to be full already
-    _, count = await commands(client, engine.exchange([("g1", batch("a", 0))], [], load("e1"), 0, 0))
+    _, count = await commands(client, engine.sync([("g1", batch("a", 0))], [], load("e1"), 0, 0))
     assert count <= 11 + LEASE  # with tokens for a gateway
 
 
@@ -66,7 +66,7 @@ async def test_a_claim_in_order(own_bus: Bus, client: redis.Redis) -> None:
     assert count <= 27 + OFFER + CLAIM + LEASE + BELLS + WAKE
     for at in range(1, 4):  # ends one and claims one
         got, count = await commands(
-            client, engine.exchange([], [f"r{at - 1}"], load("e1"), 1_000_000, 1, claim_tokens=1_000_000)
+            client, engine.sync([], [f"r{at - 1}"], load("e1"), 1_000_000, 1, claim_tokens=1_000_000)
         )
         assert ids(got) == [f"r{at}"]
         assert count <= 36 + OFFER + CLAIM + LEASE + BELLS + WAKE
@@ -89,14 +89,14 @@ async def test_a_claim_while_both_lanes_wait(own_bus: Bus, client: redis.Redis) 
 async def test_a_claim_by_prefix(own_bus: Bus, client: redis.Redis) -> None:
     """The other engine is full."""
     gateway, engine, other = await own_bus.gateway(), await own_bus.engine("e1"), await own_bus.engine("e2")
-    await engine.exchange([], [], load("e1"), 0, 0, SLOW)
-    await other.exchange([], [], load("e2"), 0, 0, SLOW)
+    await engine.sync([], [], load("e1"), 0, 0, SLOW)
+    await other.sync([], [], load("e2"), 0, 0, SLOW)
     for at in range(QUEUED):
         await gateway.submit(ask(f"r{at}", prompt(at % 50, 1100, own=76)))
     done: list[str] = []
     for _ in range(100):
         got, count = await commands(
-            client, engine.exchange([], done, load("e1"), 1_000_000, 1, SLOW, claim_tokens=1_000_000)
+            client, engine.sync([], done, load("e1"), 1_000_000, 1, SLOW, claim_tokens=1_000_000)
         )
         done = ids(got)
         assert len(done) == 1
@@ -119,16 +119,16 @@ def tenants_read(client: redis.Redis, waiting: int) -> Iterator[list[int]]:
 async def test_requests_of_many_tenants_that_are_left_to_another_engine(own_bus: Bus, client: redis.Redis) -> None:
     """What one sync tries is bounded, and it goes through the tenants once."""
     gateway, engine, other = await own_bus.gateway(), await own_bus.engine("e1"), await own_bus.engine("e2")
-    await engine.exchange([], [], load("e1"), 0, 0, SLOW)
+    await engine.sync([], [], load("e1"), 0, 0, SLOW)
     busy = PrefixReport(token_us=1e6, step_us=10_000.0, backlog=1_000_000)
     waiting = 0
     for more in (2 * TRIES, TRIES):
         for at in range(waiting, waiting + more):
             await gateway.submit(ask(f"r{at}", prompt(1, 100), tenant=f"t{at}"))
         waiting += more
-        await other.exchange([], [], load("e2"), *PLENTY, SLOW, claim_tokens=0)  # it has room, and claims nothing
+        await other.sync([], [], load("e2"), *PLENTY, SLOW, claim_tokens=0)  # it has room, and claims nothing
         with tenants_read(client, waiting) as read:
-            got, count = await commands(client, engine.exchange([], [], load("e1"), 1_000_000, 2, busy))
+            got, count = await commands(client, engine.sync([], [], load("e1"), 1_000_000, 2, busy))
         assert len(ids(got)) == 2
         assert sum(read) <= 2 * TRIES + 4
         assert count <= 11 * TRIES
@@ -143,7 +143,7 @@ async def test_claims_outside_a_crowd_go_through_the_tenants_once(own_bus: Bus, 
         await gateway.submit(generate(f"quiet {at:02}", tenant=f"quiet {at:02}"))
     full = msgspec.structs.replace(load("e1"), crowd=crowd, yield_tokens=1000)
     with tenants_read(client, 120) as read:
-        got, count = await commands(client, engine.exchange([], [], full, 0, 0))
+        got, count = await commands(client, engine.sync([], [], full, 0, 0))
     assert ids(got) == [f"quiet {at:02}" for at in range(20)]
     assert sum(read) <= 2 * (len(crowd) + 1) + 20  # of both lanes
     assert count <= 9 + OFFER + 20 * 24  # a sync, and each claim; Redis 6.2 counts four commands more than 7.0
@@ -159,8 +159,8 @@ async def test_output_of_many_sequences_takes_no_more_commands_than_that_of_one(
         await gateway.submit(generate(name))
     assert len(ids(await take(engine))) == 64
     step = TokenBatch("e1", [Delta(name, 0, [1]) for name in names])
-    _, count = await commands(client, engine.exchange([("g1", step)], [], load("e1"), 0, 0))
+    _, count = await commands(client, engine.sync([("g1", step)], [], load("e1"), 0, 0))
     assert count <= 17 + OFFER + LEASE + BELLS
     last = TokenBatch("e1", [Delta(name, 1, [2], Finish("stop")) for name in names])
-    _, count = await commands(client, engine.exchange([("g1", last)], names, load("e1"), 0, 0))
+    _, count = await commands(client, engine.sync([("g1", last)], names, load("e1"), 0, 0))
     assert count <= 16 + 17 * 64

@@ -1,5 +1,5 @@
 -- Parts of a sync besides logs and claims: repeated replies, published digests, orders, and the offered free capacity.
--- `x`: as in exchange_claim.lua.
+-- `x`: as in sync_claim.lua.
 
 -- Returns the reply to a sync that has run before, because the first reply was lost.  Claims nothing.
 local function repeated_reply(x, waiting, engines, vanished)
