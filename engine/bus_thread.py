@@ -33,14 +33,14 @@ from quire.engine.wire.layout import STALE_MS
 from quire.engine.wire.link import BusDown
 from quire.engine.wire.messages import Abort, Delta, EngineLoad, HotPrefix, TokenBatch
 from quire.engine.wire.prefixes import PrefixReport
-from quire.engine.wire.records import ExchangeReply
+from quire.engine.wire.records import SyncReply
 
 log = logging.getLogger("quire.engine")
 T = TypeVar("T")
 
 BUFFER_TOKENS = 2**18  # maximum tokens that wait for Redis, all requests together: some 70 MB
 STOP_S = 5.0  # seconds that stop() waits for an unreachable Redis
-BELL_PAUSE_S = 1.0  # pause after an error on the wake-up channel's connection
+WAKEUP_PAUSE_S = 1.0  # pause after an error on the wake-up channel's connection
 
 
 class BusThread:
@@ -187,7 +187,7 @@ class BusThread:
         await bus.open()
         self._bus = bus
         self._opened.put(None)
-        bell = asyncio.create_task(self._listen(bus))
+        wakeups = asyncio.create_task(self._listen(bus))
         watched = asyncio.create_task(self.pool.run(bus.pool_states))
         writing = asyncio.create_task(self._write_hot(bus))  # concurrent with the syncs, so that it delays none
         try:
@@ -203,7 +203,7 @@ class BusThread:
             await writing
             await self._write_hot(bus)
         finally:
-            bell.cancel()
+            wakeups.cancel()
             watched.cancel()
             writing.cancel()
             await bus.close(died=self._died or not self._stopping)  # a failure of this thread is a death of the engine
@@ -233,20 +233,20 @@ class BusThread:
     async def _listen(self, bus: EngineSide) -> None:
         while True:
             try:
-                await bus.bell()
+                await bus.wait_for_wakeup()
             except Exception:  # syncs continue at their interval without wake-ups, and log errors of Redis
-                log.exception("lost the connection of the wake-up channel, trying again in %g s", BELL_PAUSE_S)
-                await asyncio.sleep(BELL_PAUSE_S)
+                log.exception("lost the connection of the wake-up channel, trying again in %g s", WAKEUP_PAUSE_S)
+                await asyncio.sleep(WAKEUP_PAUSE_S)
             self._wake.set()
 
     async def _exchange(self, bus: EngineSide, report: Report) -> None:
         """Run one sync: send the outputs, claim requests that fit, and pass the reply to the loop."""
         deltas, finished, returned, count = self._gather()
-        load, room_tokens, room_requests, claim_tokens = self._room(report)
+        load, free_tokens, free_requests, claim_tokens = self._room(report)
         batches = [(gateway, TokenBatch(self._config.engine_id, group)) for gateway, group in deltas.items()]
         began = time.monotonic()
         prefixes = self._prefix_report(report)
-        room = room_tokens, room_requests
+        room = free_tokens, free_requests
         reply = await bus.sync(batches, finished, load, *room, prefixes, claim_tokens, returned)
         self._telemetry.synced(time.monotonic() - began, bus.queue_share, len(reply.resumed))
         self._telemetry.claimed(reply.claim(request.id).reason for request in reply.generates)
@@ -290,11 +290,11 @@ class BusThread:
         taken = sum(tokens for _, tokens in self._claimed)
         load = report.load
         if taken:
-            load = msgspec.structs.replace(load, yield_tokens=max(0, load.yield_tokens - taken))
+            load = msgspec.structs.replace(load, preemptible_tokens=max(0, load.preemptible_tokens - taken))
         if self._died:  # the report was made before the failure
-            return msgspec.structs.replace(load, yield_tokens=0), 0, 0, 0
-        room_tokens, claim_tokens = max(0, report.room_tokens - taken), max(0, report.claim_tokens - taken)
-        return load, room_tokens, max(0, report.room_requests - len(self._claimed)), claim_tokens
+            return msgspec.structs.replace(load, preemptible_tokens=0), 0, 0, 0
+        free_tokens, claim_tokens = max(0, report.free_tokens - taken), max(0, report.claim_tokens - taken)
+        return load, free_tokens, max(0, report.free_requests - len(self._claimed)), claim_tokens
 
     def _prefix_report(self, report: Report) -> PrefixReport | None:
         """Return the changes of the prefix cache since the last sync; None if this engine publishes no prefixes."""
@@ -314,7 +314,7 @@ class BusThread:
             list(added), list(removed), token_us, step_us, self._backlog.tokens, 1e6 * costs.load_s, costs.loads
         )
 
-    def _pass_on(self, reply: ExchangeReply, bus: EngineSide) -> None:
+    def _pass_on(self, reply: SyncReply, bus: EngineSide) -> None:
         """Queue the orders of a reply for the loop."""
         for request_id in reply.reassigned:  # before the claims, which may contain the same request again
             self._losses += 1

@@ -235,9 +235,9 @@ class Engine:
         core, now = self.core, time.monotonic()
         record.draining = self.draining
         gates = self._adapters, self._inbox
-        room_tokens, room_requests = (0, 0) if record.draining else core.headroom.startable()
-        room_requests = min(room_requests, core.limits.max_seqs - self._waiting)  # requests at gates count, too
-        claim_tokens = core.headroom.claimable() if room_tokens else 0
+        free_tokens, free_requests = (0, 0) if record.draining else core.headroom.startable()
+        free_requests = min(free_requests, core.limits.max_seqs - self._waiting)  # requests at gates count, too
+        claim_tokens = core.headroom.claimable() if free_tokens else 0
         gated = sum(gate.waiting_sequences for gate in gates), sum(gate.waiting_tokens for gate in gates)
         record.gated, record.gated_by_adapters = gated[0], self._adapters.waiting_sequences
         record.load = self._load.describe(core, now, draining=record.draining, queued=record.queued > 0, gated=gated)
@@ -248,7 +248,7 @@ class Engine:
         record.last_step, record.last_committed, record.idle = core.step, core.committed, core.idle
         costs = StepCosts(core.step_cost.token_s, core.step_cost.decode_s(core.running), *self._adapters.loads)
         counts = self._accepted, self._dropped
-        report = Report(record.load, room_tokens, room_requests, *counts, costs, claim_tokens)
+        report = Report(record.load, free_tokens, free_requests, *counts, costs, claim_tokens)
         self._outbox.put(record.outputs, report)
         if self._behind_since and not core.requests.behind:
             record.resumed_s, self._behind_since = now - self._behind_since, 0.0

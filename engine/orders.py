@@ -77,12 +77,12 @@ class Report(msgspec.Struct, frozen=True):
     """State of the engine after a turn."""
 
     load: EngineLoad
-    room_tokens: int  # prompt tokens that the scheduler could start
-    room_requests: int  # requests that the scheduler could start
+    free_tokens: int  # prompt tokens that the scheduler could start
+    free_requests: int  # requests that the scheduler could start
     accepted: int  # requests taken from the inbox since start
     dropped: int = 0  # requests dropped since start because they were reassigned to another engine
     costs: StepCosts = StepCosts()
-    # Prompt tokens to claim at once, at most room_tokens; the request that exceeds them is the last one claimed.
+    # Prompt tokens to claim at once, at most free_tokens; the request that exceeds them is the last one claimed.
     claim_tokens: int = ANY_TOKENS
 
 

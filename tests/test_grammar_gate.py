@@ -423,11 +423,11 @@ def test_no_more_is_claimed_than_slots_wait_for_grammars(checkpoint: Callable[[s
     engine._inbox = GrammarGate(box, GrammarStore(never, most_bytes=0, threads=0))
     box.orders += [request(f"r{at}", f"g{at}") for at in range(30)]
     engine.turn()
-    assert reports[-1].room_requests == 2
+    assert reports[-1].free_requests == 2
     assert reports[-1].load.waiting == reports[-1].load.waiting_tokens == 30
     assert not engine._may_leave()
     box.orders += [Abort(f"r{at}") for at in range(30)]
     engine.turn()
     engine.turn()
-    assert reports[-1].room_requests == 32
+    assert reports[-1].free_requests == 32
     assert engine._may_leave()

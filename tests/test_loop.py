@@ -24,7 +24,7 @@ from quire.engine.observers.turn_record import TurnRecord
 from quire.engine.orders import LocalBox, Report, ResetPrefixCache, Resume, merged
 from quire.engine.wire.clock import RedisClock
 from quire.engine.wire.messages import Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenLogprob
-from quire.engine.wire.records import ExchangeReply
+from quire.engine.wire.records import SyncReply
 from tests.core.drafters import AllDrafts, GuessingDrafter
 
 INFO = ModelInfo("scripted", "f00d", 100, 256, [0], 64)
@@ -239,12 +239,10 @@ async def test_what_was_said_of_a_lost_request_is_not_sent_after_the_news_of_its
         queue_share, watched = 0.5, False
         clock = RedisClock()
 
-        async def sync(self, batches: Any, finished: Any, *_: Any) -> ExchangeReply:
+        async def sync(self, batches: Any, finished: Any, *_: Any) -> SyncReply:
             sent.append(([delta.id for _, batch in batches for delta in batch.deltas], finished))
             first = len(sent) == 1
-            return ExchangeReply(
-                [Generate("a", "g", [5], 6, Sampling(), 0)] if first and again else [], [], ["a"] * first
-            )
+            return SyncReply([Generate("a", "g", [5], 6, Sampling(), 0)] if first and again else [], [], ["a"] * first)
 
     def say(*names: str, dropped: int, finished: tuple[str, ...] = ()) -> Report:
         report = Report(EngineLoad("e", "m", "f", 1, 1, 1, 1, 1, 1, 1, 1, 1, 1), 0, 0, 0, dropped)
@@ -272,8 +270,8 @@ async def test_a_reset_of_the_prefix_cache_precedes_the_claims_of_its_exchange()
         queue_share, watched = 0.5, False
         clock = RedisClock()
 
-        async def sync(self, *_: Any) -> ExchangeReply:
-            return ExchangeReply([Generate("a", "g", [5], 6, Sampling(), 0)], [], reset_prefix_cache=True)
+        async def sync(self, *_: Any) -> SyncReply:
+            return SyncReply([Generate("a", "g", [5], 6, Sampling(), 0)], [], reset_prefix_cache=True)
 
     side: Any = Side()
     report = Report(EngineLoad("e", "m", "f", 1, 1, 1, 1, 1, 1, 1, 1, 1, 1), 0, 0, 0)

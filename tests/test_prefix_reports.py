@@ -25,7 +25,7 @@ from quire.engine.wire.clock import RedisClock
 from quire.engine.wire.layout import DIGEST_BYTES
 from quire.engine.wire.messages import Delta, EngineLoad, Generate, Sampling
 from quire.engine.wire.prefixes import LENGTHS, PrefixReport, PublishedPrefixes, prefix_digests, split
-from quire.engine.wire.records import Claim, ExchangeReply
+from quire.engine.wire.records import Claim, SyncReply
 
 
 class Rig:
@@ -267,12 +267,12 @@ class FakeSide:
         self.clock = RedisClock()
         self.reports: list[PrefixReport | None] = []
 
-    async def sync(self, *words: Any) -> ExchangeReply:
+    async def sync(self, *words: Any) -> SyncReply:
         self.reports.append(words[5])
         if len(self.reports) > 1:
-            return ExchangeReply([], [])
+            return SyncReply([], [])
         request = Generate("a", "g", [1] * 1100, 1, Sampling(), 0)
-        return ExchangeReply([request], [], claims={"a": Claim(1024)}, retry_ms=40)
+        return SyncReply([request], [], claims={"a": Claim(1024)}, retry_ms=40)
 
 
 def report_of(token_s: float = 0.0, step_s: float = 0.0) -> Report:

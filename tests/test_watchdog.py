@@ -17,7 +17,7 @@ from quire.engine.orders import LocalBox, Report
 from quire.engine.process.watchdog import Watchdog
 from quire.engine.wire.clock import RedisClock
 from quire.engine.wire.messages import EngineLoad, Generate, Sampling
-from quire.engine.wire.records import ExchangeReply
+from quire.engine.wire.records import SyncReply
 from tests.pace import paced, patience, wait_until
 
 INFO = ModelInfo("scripted", "f00d", 100, 256, [0], 64)
@@ -96,11 +96,11 @@ async def test_an_engine_that_failed_claims_nothing_more() -> None:
     class Side:
         queue_share, watched, clock = 0.0, False, RedisClock()
 
-        async def sync(self, batches: object, finished: list[str], load: EngineLoad, *room: int) -> ExchangeReply:
-            sent.append((finished, load.yield_tokens, room[:2]))
-            return ExchangeReply([], [])
+        async def sync(self, batches: object, finished: list[str], load: EngineLoad, *room: int) -> SyncReply:
+            sent.append((finished, load.preemptible_tokens, room[:2]))
+            return SyncReply([], [])
 
-    report = Report(EngineLoad("e", "m", "f", 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, yield_tokens=50), 100, 10, 0)
+    report = Report(EngineLoad("e", "m", "f", 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, preemptible_tokens=50), 100, 10, 0)
     for died in (False, True):
         thread._died = died
         thread.put(Outputs({}, ["a"]), report)

@@ -143,17 +143,17 @@ class Batch:
         computed yet."""
         self.remove(seq)
         seq.state = State.PAUSED
-        self.reserved_blocks += seq.greatest_blocks(self._block_size)
+        self.reserved_blocks += seq.max_blocks(self._block_size)
         insort(self.paused, seq, key=lambda s: s.rank)
 
     def remove(self, seq: Sequence) -> None:
         """Free the slot of a sequence, or remove it from the paused list.  Steps in flight still report its tokens."""
         if seq.state is State.PAUSED:
             self.paused.remove(seq)
-            self.reserved_blocks -= seq.greatest_blocks(self._block_size)
+            self.reserved_blocks -= seq.max_blocks(self._block_size)
         if seq.slot < 0:
             return
-        self.reserved_blocks -= seq.greatest_blocks(self._block_size)
+        self.reserved_blocks -= seq.max_blocks(self._block_size)
         if seq.state is State.WAITING:  # a sibling that has not forked yet
             self.slots.withdraw(seq)
         else:
@@ -176,7 +176,7 @@ class Batch:
 
     def _assign_slot(self, seq: Sequence) -> None:
         self.slots.assign(seq)
-        self.reserved_blocks += seq.greatest_blocks(self._block_size)
+        self.reserved_blocks += seq.max_blocks(self._block_size)
 
     # -------------------------------------------------------------------------------------------------------- queries
 
@@ -216,7 +216,7 @@ class Batch:
         """Raise AccountingError unless the counts agree with the states of all live sequences."""
         live = list(live)
         held = [seq for seq in live if seq.slot >= 0 or seq.state is State.PAUSED]
-        reserved = sum(seq.greatest_blocks(self._block_size) for seq in held)
+        reserved = sum(seq.max_blocks(self._block_size) for seq in held)
         if reserved != self.reserved_blocks:
             raise AccountingError(f"{reserved} blocks would be reserved, {self.reserved_blocks} are counted")
         decoding = sum(seq.state is State.DECODING for seq in live)

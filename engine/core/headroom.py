@@ -68,7 +68,7 @@ class Headroom:
             return [], 0
         self._fairness.sum_holdings()
         tokens = self._fairness.room(self._pool.block_size)  # shared blocks count as often as they are held
-        return self._fairness.crowd, min(tokens, self._pool.total * self._pool.block_size)
+        return self._fairness.over_share, min(tokens, self._pool.total * self._pool.block_size)
 
     def predicted_peak(self) -> int:
         """Return the predicted peak KV usage of the running sequences if no other starts, in blocks.

@@ -225,7 +225,7 @@ class PlanBuilder:
             while not self._pool.available:
                 self._preemption.preempt(batch.paused[-1])
             self._admission.forget_sizes()
-        elif (largest := self._admission.in_the_way()) is not None and id(largest) not in self._edits.named:
+        elif (largest := self._admission.sequence_to_preempt()) is not None and id(largest) not in self._edits.named:
             self._preemption.preempt(largest)
             self._admission.forget_sizes()
         for seq in list(batch.paused):

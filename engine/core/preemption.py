@@ -42,8 +42,8 @@ class Preemption:
             holders = [s for s in self._batch.holders() if s.state in PREEMPTIBLE and id(s) not in self._edits.named]
             if self._fairness.contend:
                 self._fairness.sum_holdings()
-                crowd = self._fairness.crowd
-                holders = [s for s in holders if s.request.tenant in crowd] or holders
+                over_share = self._fairness.over_share
+                holders = [s for s in holders if s.request.tenant in over_share] or holders
             victim = max(holders, key=lambda s: s.rank, default=None)
             if victim is None or (id(seq) in self._edits.named and victim.rank < seq.rank):
                 return False

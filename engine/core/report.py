@@ -39,7 +39,7 @@ class SchedulerReport:
         delta = Delta(seq.request.id, seq.sent, [], finish, seq.index)
         self.deltas[seq.request.gateway].append(delta)
 
-    def finish_whole(self, choice: Choice) -> None:
+    def finish_choice(self, choice: Choice) -> None:
         """Add a complete choice of a beam search in one delta, with its Finish and both milestones."""
         seq, finish, tokens, logprobs, cached_tokens = choice
         delta = Delta(seq.request.id, 0, tokens, finish, seq.index, logprobs, cached_tokens)

@@ -407,7 +407,7 @@ class Scheduler:
                 if choice.finish.reason == "cancelled":
                     self._cut_short(choice.seq, choice.finish)
                 else:
-                    self.report.finish_whole(choice)
+                    self.report.finish_choice(choice)
             for seq in self.requests.unfinished(group.leader.request.id):
                 self._end(seq, "stop")
         return tokens

@@ -111,7 +111,7 @@ class Sequence(msgspec.Struct, eq=False):
         """Number of new blocks that its siblings take when its prompt is done."""
         return sum(sibling.fork_blocks for sibling in self.siblings)
 
-    def greatest_blocks(self, block_size: int) -> int:
+    def max_blocks(self, block_size: int) -> int:
         """Return the number of blocks that the sequence holds at its maximum length."""
         return -(-self.limit // block_size)
 

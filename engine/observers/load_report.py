@@ -90,7 +90,7 @@ class LoadReport:
         info, pool, totals, calibration = self._info, core.pool, core.report.totals, core.admission.forecast.calibration
         if now - self._filled_at >= FILLED_S:
             self._slots_filled, self._filled_at = slots_filled(core), now
-        crowd, yield_tokens = ([], 0) if draining else core.headroom.yielding()
+        over_share, preemptible_tokens = ([], 0) if draining else core.headroom.yielding()
         return EngineLoad(
             engine=self._engine_id,
             model=info.name,
@@ -129,8 +129,8 @@ class LoadReport:
             audits=totals.audits,
             alarms=totals.leaks + totals.double_frees + totals.other_alarms,
             yields=totals.yields,
-            crowd=crowd,
-            yield_tokens=yield_tokens,
+            over_share=over_share,
+            preemptible_tokens=preemptible_tokens,
             eos_ids=info.eos_ids,
             grammars=info.grammars,
             static_blocks=core.batch.reserved_blocks,

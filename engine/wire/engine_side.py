@@ -24,7 +24,7 @@ from quire.engine.wire.link import BusDown, Link
 from quire.engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
 from quire.engine.wire.pool_state_store import PoolStateStore
 from quire.engine.wire.prefixes import PrefixReport, PublishedPrefixes
-from quire.engine.wire.records import ANY_TOKENS, Claim, ExchangeReply
+from quire.engine.wire.records import ANY_TOKENS, Claim, SyncReply
 from quire.engine.wire.scripts import CLOSE, OPEN, OTHERS, REJOIN, SYNC
 
 RESET_ORDER = b"!reset_prefix_cache"  # an engine of an earlier release takes it for the abort of an unknown request
@@ -42,11 +42,11 @@ class EngineSide:
         that come from the late lane."""
         self._engine = engine
         self._lease_ms, self._late_share = lease_ms, late_share
-        self._link = Link(url, namespace, reply_s=link.REPLY_S, returned=self._renew_bell)
+        self._link = Link(url, namespace, reply_s=link.REPLY_S, returned=self._renew_subscription)
         self.clock = RedisClock()  # every sync() adds a sample
-        self._bell = self._link.redis.pubsub()
-        self._bell_stale = False  # the subscription may be at a server that was demoted to a replica
-        self._ringing: asyncio.Timeout | None = None  # timeout of the pending wait on the wake-up channel
+        self._wakeups = self._link.redis.pubsub()
+        self._subscription_stale = False  # the subscription may be at a server that was demoted to a replica
+        self._waiting_for_wakeup: asyncio.Timeout | None = None  # timeout of the pending wait on the wake-up channel
         self.hot_prefixes = HotPrefixStore(self._link)
         self.pool_states = PoolStateStore(self._link)
         self._session = uuid.uuid4().hex  # id of this process; an earlier engine of the same name has another
@@ -81,7 +81,7 @@ class EngineSide:
             self._registered = False
             with contextlib.suppress(BusDown):
                 await self._link.run_script(CLOSE, self._engine, self._session, int(died))
-        await self._bell.aclose()  # type: ignore[no-untyped-call]
+        await self._wakeups.aclose()  # type: ignore[no-untyped-call]
         await self._link.close()
 
     # -------------------------------------------------------------------------------------------------- sync
@@ -90,17 +90,17 @@ class EngineSide:
         batches: list[tuple[str, TokenBatch]],
         finished: list[str],
         load: EngineLoad,
-        room_tokens: int,
-        room_requests: int,
+        free_tokens: int,
+        free_requests: int,
         prefixes: PrefixReport | None = None,
         claim_tokens: int = ANY_TOKENS,
         returned: Mapping[str, str] | None = None,
-    ) -> ExchangeReply:
+    ) -> SyncReply:
         """Send tokens, end requests, renew the lease, claim requests and take aborts, in one round trip.
 
         Publishes each (gateway, batch) to the gateway, appends its tokens to the logs, and charges them to the tenants.
-        Claims requests in queue order, the on-time lane first, while their prompts fit `room_tokens` and
-        `room_requests`; 0 claims none.  The request that exceeds `claim_tokens` is the last one claimed; cached prompt
+        Claims requests in queue order, the on-time lane first, while their prompts fit `free_tokens` and
+        `free_requests`; 0 claims none.  The request that exceeds `claim_tokens` is the last one claimed; cached prompt
         tokens do not count.  One claim takes at most a fair share: all waiting requests divided by the number of
         engines, rounded up.  A request past its deadline is not claimed but ends, and its gateway receives the Finish.
         Retries with backoff while Redis does not answer; never loses or repeats a batch.
@@ -120,7 +120,7 @@ class EngineSide:
         """
         reassigned: list[str] = []
         self._journal.add(batches, finished)
-        room, returned = (room_tokens, room_requests, claim_tokens), returned or {}
+        room, returned = (free_tokens, free_requests, claim_tokens), returned or {}
         while (reply := await self._send(batches, finished, load, room, prefixes, returned)) is None:
             prefixes = msgspec.structs.replace(prefixes, added=[], removed=[]) if prefixes is not None else None
             self._prefixes.start_afresh()
@@ -132,7 +132,7 @@ class EngineSide:
         works, orders, queued, engines, _, watched, retry_ms, _ = reply
         self.queue_share, self.watched = queued / max(1, engines), bool(watched)
         reset = RESET_ORDER in orders
-        received = ExchangeReply([], [], reassigned, retry_ms=retry_ms, reset_prefix_cache=reset)
+        received = SyncReply([], [], reassigned, retry_ms=retry_ms, reset_prefix_cache=reset)
         for payload, listeners, outputs, held_tokens, passed_over in works:
             self._accept(received, payload, listeners.decode(), outputs, Claim(held_tokens, bool(passed_over)))
         for order in orders:
@@ -145,9 +145,7 @@ class EngineSide:
                 received.aborts.append(Abort(request_id, index=int(what or -1)))
         return received
 
-    def _accept(
-        self, received: ExchangeReply, payload: bytes, listeners: str, outputs: list[Any], claim: Claim
-    ) -> None:
+    def _accept(self, received: SyncReply, payload: bytes, listeners: str, outputs: list[Any], claim: Claim) -> None:
         """Add a claimed request to the reply and to the requests that this engine holds."""
         request = self._decode(payload)
         received.generates.append(request)
@@ -211,7 +209,7 @@ class EngineSide:
         self, load: EngineLoad, room: tuple[int, int, int], costs: PrefixReport, logged: token_log.Entries, **more: Any
     ) -> dict[str, Any]:
         """Return the named arguments of the sync script, which sync.lua documents."""
-        room_tokens, room_requests, claim_tokens = room
+        free_tokens, free_requests, claim_tokens = room
         return {
             **more,
             "engine": self._engine,
@@ -219,10 +217,10 @@ class EngineSide:
             "seq": self._seq,
             "epoch": self._epoch,
             "lease_ms": self._lease_ms,
-            "room_tokens": room_tokens,
-            "room_requests": room_requests,
+            "free_tokens": free_tokens,
+            "free_requests": free_requests,
             "claim_tokens": claim_tokens,
-            "yield_tokens": load.yield_tokens,
+            "preemptible_tokens": load.preemptible_tokens,
             "late_share": self._late_share,
             "token_us": costs.token_us,
             "step_us": costs.step_us,
@@ -300,36 +298,36 @@ class EngineSide:
         loads = await self._link.run_script(OTHERS, self._engine)
         return [msgspec.msgpack.decode(load, type=EngineLoad) for load in loads]
 
-    # -------------------------------------------------------------------------------------------------- the bell
-    async def bell(self) -> None:
+    # -------------------------------------------------------------------------------------------------- wake-ups
+    async def wait_for_wakeup(self) -> None:
         """Wait for a wake-up: a request to claim or an abort may be there.  May return without a reason.
 
         Returns after a reconnect, and after BLOCK_MS at the latest.  A wake-up between two calls is not lost.
         """
-        if not self._bell_stale:
+        if not self._subscription_stale:
             try:
-                async with asyncio.timeout(None) as self._ringing:
-                    await self._bell.get_message(timeout=link.BLOCK_MS / 1000)
-                    while await self._bell.get_message(timeout=0) is not None:
+                async with asyncio.timeout(None) as self._waiting_for_wakeup:
+                    await self._wakeups.get_message(timeout=link.BLOCK_MS / 1000)
+                    while await self._wakeups.get_message(timeout=0) is not None:
                         pass  # several wake-ups count as one
                 return
             except (RedisError, OSError):
                 pass
             finally:
-                self._ringing = None
-        self._bell_stale = False
+                self._waiting_for_wakeup = None
+        self._subscription_stale = False
         await self._link.retry(self._listen)
 
-    def _renew_bell(self) -> None:
+    def _renew_subscription(self) -> None:
         """Subscribe to the wake-up channel again, on a new connection."""
-        self._bell_stale = True
-        if self._ringing is not None:
-            link.interrupt(self._ringing)
+        self._subscription_stale = True
+        if self._waiting_for_wakeup is not None:
+            link.interrupt(self._waiting_for_wakeup)
 
     async def _listen(self) -> None:
         # Always subscribe anew: a half-broken subscription may receive only some messages.
-        await self._bell.aclose()  # type: ignore[no-untyped-call]
-        await self._bell.subscribe(f"{self._link.prefix}bell", f"{self._link.prefix}bell:{self._engine}")
+        await self._wakeups.aclose()  # type: ignore[no-untyped-call]
+        await self._wakeups.subscribe(f"{self._link.prefix}bell", f"{self._link.prefix}bell:{self._engine}")
 
 
 def _without(batch: TokenBatch, ids: Container[str]) -> TokenBatch:

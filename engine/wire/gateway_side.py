@@ -161,7 +161,7 @@ class GatewaySide:
             words += (request.id, self._encode(request), len(request.token_ids), request.n)
             words.append(with_adapter(request.prefixes, request.adapter))
         try:
-            outcome, ahead, room_tokens, state, duplicate = await self._link.run_script(
+            outcome, ahead, free_tokens, state, duplicate = await self._link.run_script(
                 SUBMIT,
                 first.gateway,
                 first.tenant,
@@ -184,7 +184,7 @@ class GatewaySide:
         return Queue(
             on_time.requests + late.requests,
             on_time.tokens + late.tokens,
-            room_tokens,
+            free_tokens,
             tenants,
             on_time,
             late,
@@ -338,7 +338,7 @@ class GatewaySide:
         if self._forgotten:
             self._engines.start_afresh()
         while True:
-            time_ms, room_tokens, state, quarantined = await self._read_page()
+            time_ms, free_tokens, state, quarantined = await self._read_page()
             if self._engines.complete(time_ms):
                 break
         on_time, late, tenants = _read_queue_state(state)
@@ -348,7 +348,7 @@ class GatewaySide:
             on_time.requests + late.requests,
             on_time.tokens + late.tokens,
             time_ms,
-            room_tokens,
+            free_tokens,
             tenants,
             forgotten,
             quarantined,
@@ -366,11 +366,11 @@ class GatewaySide:
         reply = await self._link.run_script(
             FLEET, self._gateway, self._grace_ms, self._beats, *self._engines.position()
         )
-        leases, time_ms, room_tokens, state, known, quarantined, following, engines, last_change = reply
+        leases, time_ms, free_tokens, state, known, quarantined, following, engines, last_change = reply
         self.clock.sample(sent, time_ms)
         self._forgotten = self._forgotten or not known
         self._engines.record(FleetPage(leases, following, engines, last_change, bool(known), time_ms))
-        return time_ms, room_tokens, state, quarantined
+        return time_ms, free_tokens, state, quarantined
 
 
 def _read_queue_state(state: list[Any]) -> tuple[LaneQueue, LaneQueue, dict[str, TenantQueue]]:

@@ -64,6 +64,6 @@ LOAD_DRAINING = 21
 LOAD_CROWD = 38
 LOAD_HONOURS = 45
 RINGS = 2  # engines that one script wakes for waiting requests; an engine that leaves requests waiting wakes RINGS more
-RING_TRIES = 8  # maximum wake-up channels that a script tries until RINGS engines listen
+WAKE_TRIES = 8  # maximum wake-up channels that a script tries until RINGS engines listen
 TENANTS_SHOWN = 32  # maximum tenants per lane in a reading of the fleet; totals count all tenants
 COMMAND_WORDS = 1_000  # maximum list items that a script passes to one command: Lua unpacks at most 8,000 arguments

@@ -222,10 +222,10 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     audits: int = 0  # checks of the block accounting since start
     alarms: int = 0  # checks that found an accounting error
     yields: int = 0  # preemptions for fairness since start: they freed blocks for a tenant below its share
-    crowd: list[str] = []  # tenants that hold at least their share of the engine's KV cache
+    over_share: list[str] = []  # tenants that hold at least their share of the engine's KV cache
     # Prompt tokens of other tenants that could start at once, if the newest sequences of tenants over their share
     # were preempted.
-    yield_tokens: int = 0
+    preemptible_tokens: int = 0
     eos_ids: list[int] = []  # EOS tokens, which end an answer unless the request ignores them
     grammars: bool = False  # whether the engine supports Sampling.grammar
     beams: int = 0  # maximum Beams.width that the engine supports; 0: no beam search

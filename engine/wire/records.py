@@ -73,7 +73,7 @@ class Fleet(msgspec.Struct, frozen=True):
     queued: int  # requests that no engine has claimed yet, both lanes
     queued_tokens: int  # prompt tokens of these requests, counted once for all choices of a prompt
     time_ms: int  # unix time of this reading, on Redis' clock
-    room_tokens: int = 0  # prompt tokens that the engines would still claim; engines silent for STALE_MS do not count
+    free_tokens: int = 0  # prompt tokens that the engines would still claim; engines silent for STALE_MS do not count
     tenants: dict[str, TenantQueue] = {}  # the TENANTS_SHOWN tenants of each lane that are next
     # True: attach to every open request again, for one of three reasons.  This gateway has subscribed to its tokens
     # again and may have missed some.  Or Redis has had no heartbeat of it for long, so that its requests may have other
@@ -98,7 +98,7 @@ class Queue(msgspec.Struct, frozen=True):
 
     queued: int
     queued_tokens: int
-    room_tokens: int
+    free_tokens: int
     tenants: dict[str, TenantQueue]  # only the request's own, if it has requests queued
     on_time: LaneQueue = LaneQueue()
     late: LaneQueue = LaneQueue()
@@ -135,7 +135,7 @@ class Attached(msgspec.Struct, frozen=True):
     """The content of a request's log."""
 
     record: bytes  # the `record` of submit(); empty except for the first of a client's prompts
-    continuations: list[LoggedOutput]
+    choices: list[LoggedOutput]
 
 
 class Quarantined(msgspec.Struct, frozen=True):
@@ -160,7 +160,7 @@ class Claim(msgspec.Struct, frozen=True):
         return "held" if self.held_tokens else "waited" if self.passed_over else "none"
 
 
-class ExchangeReply(msgspec.Struct, frozen=True):
+class SyncReply(msgspec.Struct, frozen=True):
     """The reply to an engine's sync."""
 
     generates: list[Generate]  # claimed requests

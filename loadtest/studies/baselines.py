@@ -62,7 +62,7 @@ class CompleteRuns(Unlimited):
     preempts = False
 
     def may_start(self, seq: Sequence) -> bool:
-        return self._pool.has_run(seq.greatest_blocks(self._pool.block_size))
+        return self._pool.has_run(seq.max_blocks(self._pool.block_size))
 
     def free_blocks(self, waiting: WaitingQueue) -> int:
         return 0 if waiting else self._pool.available
@@ -86,7 +86,7 @@ class Static:
         return []
 
     def start_table(self, seq: Sequence, hits: list[int]) -> list[int]:
-        return self._pool.allocate_run(seq.greatest_blocks(self._pool.block_size))
+        return self._pool.allocate_run(seq.max_blocks(self._pool.block_size))
 
     def seal(self, seq: Sequence, end: int) -> int | None:
         return None
@@ -95,7 +95,7 @@ class Static:
         return True
 
     def table_blocks(self, seq: Sequence, computed: int) -> int:
-        return seq.greatest_blocks(self._pool.block_size)
+        return seq.max_blocks(self._pool.block_size)
 
 
 for name, policy in (("watermark", Watermark), ("reserve", Reserve), ("none", Unlimited), ("static", CompleteRuns)):

@@ -159,7 +159,7 @@ class _Engine:
         for name, (gateway, count) in self.held.items() if tokens else ():
             finish = Finish("length") if name in ended else None
             deltas.setdefault(gateway, []).append(Delta(name, count, [TOKEN + count], finish))
-        load = msgspec.structs.replace(LOAD, engine=self._name, yield_tokens=0)
+        load = msgspec.structs.replace(LOAD, engine=self._name, preemptible_tokens=0)
         batches = [(gateway, TokenBatch(self._name, some)) for gateway, some in deltas.items()]
         reply = await self.side.sync(batches, ended, load, 10**9 if room else 0, room, COSTS)
         self.held = {

@@ -83,7 +83,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Sequences computed per prompt: the beam width, or else `n`."""
         return self.beams.width if self.beams is not None else self.n
 
-    def least_tokens(self, room: int) -> int:
+    def min_output_tokens(self, room: int) -> int:
         """Return the minimum output tokens of a choice.  `room`: its maximum output tokens."""
         endless = self.sampling.ignore_eos and not self.stop and not self.sampling.stop_token_ids
         return room if endless else max(1, self.sampling.min_tokens)

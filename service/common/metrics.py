@@ -144,7 +144,7 @@ DELIVERED_TOKENS = _counter(
     "quire_delivered_tokens",
     "Output tokens sent to clients; a position counts once, however often the answer was resumed.",
 )
-COMEBACKS = _counter("quire_comebacks", "Answers that a client resumed.")
+RESUMED_ANSWERS = _counter("quire_comebacks", "Answers that a client resumed.")
 BACKLOG = _gauge("quire_backlog_bytes", "Bytes of tokens that wait in memory for slow readers.")
 TOKENS_LOST = _counter("quire_tokens_lost", "Tokens that never arrived; each fails its request.")
 TOKENS_REPEATED = _counter(
@@ -181,7 +181,7 @@ QUEUE_OLDEST = _gauge(
 _gauge(
     "quire_queue_room_tokens",
     "Prompt tokens that the engines would claim at once.",
-    of_fleet=lambda fleet: fleet.room_tokens,
+    of_fleet=lambda fleet: fleet.free_tokens,
 )
 QUARANTINED = _gauge(
     "quire_quarantined_requests",

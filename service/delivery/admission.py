@@ -53,11 +53,11 @@ class Cost(msgspec.Struct, frozen=True):
 
     prompt_tokens: int  # sum over all prompts of the request; `n` choices share a prompt
     timeout_s: float  # > 0: seconds from now to its deadline
-    least_tokens: int = 1  # minimum output tokens of a choice (`min_tokens`)
+    min_output_tokens: int = 1  # minimum output tokens of a choice (`min_tokens`)
     tenant: str = ""
     weight: float = 1.0  # the tenant's weight
     longest_wait_s: float = math.inf  # >= 0: maximum wait that the client allows; 0: only the on-time lane
-    continuations: int = 1  # number of choices over all prompts; every beam counts, returned or not
+    choices: int = 1  # number of choices over all prompts; every beam counts, returned or not
     extra_tokens: int = 0  # tokens added to each prompt, included in `prompt_tokens`: see QueueBounds
 
     @property
@@ -65,7 +65,7 @@ class Cost(msgspec.Struct, frozen=True):
         """Logarithmic size class, four per power of two, of the prompt tokens plus the minimum output tokens.
 
         Smaller classes start first within the on-time lane, so more requests start in time with the same blocks."""
-        tokens = max(1, self.prompt_tokens + self.continuations * self.least_tokens)
+        tokens = max(1, self.prompt_tokens + self.choices * self.min_output_tokens)
         power = tokens.bit_length() - 1
         return min(SIZE_CLASSES - 1, 4 * power + (4 * tokens >> power) - 4)
 
@@ -227,13 +227,13 @@ def _preemption_room(cost: Cost, fleet: Fleet, fresh: list[EngineLoad]) -> int:
 
     Engines offer this only to tenants below their share.  The tokens of this request, and of queued requests of such
     tenants, are subtracted.  < 0: the request does not fit, or no engine offers any."""
-    offers = [load for load in fresh if load.yield_tokens and cost.tenant not in load.crowd]
+    offers = [load for load in fresh if load.preemptible_tokens and cost.tenant not in load.over_share]
     if not offers:
         return -1
-    crowd = set(offers[0].crowd).intersection(*(load.crowd for load in offers))
-    queued = sum(q.queued_tokens - q.late_tokens for name, q in fleet.tenants.items() if name not in crowd)
+    over_share = set(offers[0].over_share).intersection(*(load.over_share for load in offers))
+    queued = sum(q.queued_tokens - q.late_tokens for name, q in fleet.tenants.items() if name not in over_share)
     queued += fleet.unnamed_tokens()[0]  # an upper bound: some unnamed tenants may be over their share
-    return sum(load.yield_tokens for load in offers) - queued - cost.prompt_tokens
+    return sum(load.preemptible_tokens for load in offers) - queued - cost.prompt_tokens
 
 
 class _Supply(NamedTuple):
@@ -272,7 +272,7 @@ def _supply(fleet: Fleet, now_ms: int) -> _Supply:
     tokens_per_s = sum(_starts(load) * _trust(load, now_ms) for load in fresh)
     return _Supply(
         fresh,
-        fleet.room_tokens if fresh and now_ms - fleet.time_ms <= STALE_MS else 0,
+        fleet.free_tokens if fresh and now_ms - fleet.time_ms <= STALE_MS else 0,
         sum(load.waiting_tokens for load in engines),
         tokens_per_s,
         tokens_per_s == 0 and any(map(_starts, engines)),
@@ -357,7 +357,7 @@ def _slack(cost: Cost, supply: _Supply, missing: int, longest_s: float, unknown:
     `missing`: prompt tokens ahead of the request plus its own, minus the engines' free capacity.
     `longest_s`: maximum wait in seconds.  `unknown`: prompt tokens that may be ahead while the pace is not known."""
     # The pace of an engine that was idle until now is unknown, but such an engine has free capacity.
-    service = cost.least_tokens * supply.token_s if missing > 0 else 0.0
+    service = cost.min_output_tokens * supply.token_s if missing > 0 else 0.0
     deadline = supply.budget(cost.timeout_s - service, unknown)
     if deadline < 0:
         return -math.inf
@@ -371,7 +371,7 @@ def _overloaded(
 
     `missing`: as for `_slack`, in the late lane, or in the on-time lane if there is no late one."""
     param: str | None
-    wait_s, service = supply.wait_s(missing), cost.least_tokens * supply.token_s
+    wait_s, service = supply.wait_s(missing), cost.min_output_tokens * supply.token_s
     longest_s = max(config.ttft_target_s * ON_TIME_WAIT, min(config.longest_wait_s, cost.longest_wait_s))
     estimate = f"the estimated wait is {wait_s:.1f} s" if wait_s is not None else "no engine answers"
     given = wait_s

@@ -22,7 +22,7 @@ class FleetView:
         # engine -> (time_ms on the engine's clock, load with time_ms on this process's clock)
         self._loads: dict[str, tuple[int, EngineLoad]] = {}
         self._exchanged_ms: dict[str, int] = {}  # engine -> unix time of its last sync, on this process's clock
-        self._queue = Queue(queued=0, queued_tokens=0, room_tokens=0, tenants={})
+        self._queue = Queue(queued=0, queued_tokens=0, free_tokens=0, tenants={})
         self._queue_ms = 0  # when `_queue` was read, on this process's clock
         self._quarantined = 0  # as of the last full reading
 
@@ -48,7 +48,7 @@ class FleetView:
         ahead_ms = steady_ms() - fleet.time_ms  # how far this process's clock is ahead of the reading's
         self._exchanged_ms = {engine: time_ms + ahead_ms for engine, time_ms in fleet.exchanged_ms.items()}
         self._queue, self._queue_ms = (
-            Queue(fleet.queued, fleet.queued_tokens, fleet.room_tokens, fleet.tenants, fleet.on_time, fleet.late),
+            Queue(fleet.queued, fleet.queued_tokens, fleet.free_tokens, fleet.tenants, fleet.on_time, fleet.late),
             steady_ms(),
         )
         self._quarantined = fleet.quarantined
@@ -61,7 +61,7 @@ class FleetView:
             queue.queued,
             queue.queued_tokens,
             self._queue_ms,
-            queue.room_tokens,
+            queue.free_tokens,
             queue.tenants,
             quarantined=self._quarantined,
             exchanged_ms=dict(self._exchanged_ms),

@@ -178,7 +178,7 @@ class Orders:
     async def _listen_again_to(self, order: Order) -> None:
         queued = [reader for reader, _ in order.readers if reader.started]  # without readers whose submit is in flight
         found = await self._bus.attach(order.id)
-        for index, logged in enumerate(found.continuations if found is not None else ()):
+        for index, logged in enumerate(found.choices if found is not None else ()):
             order.deliver(Delta(order.id, len(logged.token_ids), [], logged.finish, index))
         for reader in queued if found is None else ():
             reader.end_all(REQUEST_LOST)

@@ -205,7 +205,7 @@ class Streams:
         found = await ask(self._bus.attach(order.id))
         if found is None:
             raise Refusal(410, "stream_gone", "this answer is not kept any longer")
-        logged = found.continuations
+        logged = found.choices
         short = [one for one, count in zip(logged, counts, strict=False) if len(one.token_ids) < count]
         if len(logged) != order.n or any(one.finish is not None for one in short):
             raise Refusal(400, "invalid_event_id", "Last-Event-ID: the answer is not as long as that")

@@ -105,11 +105,11 @@ class Intake:
         cost = admission.Cost(
             prompt_tokens=prompt_tokens + extra * len(encoded),
             timeout_s=valid.timeout_s,
-            least_tokens=min(map(valid.least_tokens, rooms)),
+            min_output_tokens=min(map(valid.min_output_tokens, rooms)),
             tenant=tenant.name,
             weight=tenant.weight,
             longest_wait_s=longest_wait_s,
-            continuations=valid.width * len(encoded),
+            choices=valid.width * len(encoded),
             extra_tokens=extra,
         )
         envelope = self._envelope(valid, tenant, prefix)

@@ -122,7 +122,7 @@ class Meter:
         self._answer_id, self._choices, self._tenant = answer_id, choices, tenant
         self._prompt_tokens = 0  # already counted when the request was admitted
         self._admitted = self._resumed = True
-        self._telemetry.count(metrics.COMEBACKS)
+        self._telemetry.count(metrics.RESUMED_ANSWERS)
         parent, state = begun if begun[0] else given
         self._begin(valid, "resume", parent, state, given[0] if begun[0] else "")
 

@@ -110,7 +110,7 @@ async def serve(folder: Path) -> None:
 
     with EmbeddedRedis() as redis:
         async with gateway(folder, redis.url, tokenizer) as url, FakeEngine(redis.url, "scripted", script) as fake:
-            fake.load_changes, fake.room_tokens = dict(LIMITS), CONTEXT * 64
+            fake.load_changes, fake.free_tokens = dict(LIMITS), CONTEXT * 64
             recorder = Recorder(url)
             app = web.Application(client_max_size=2**28)
             app.router.add_route("*", "/{path:.*}", recorder.handle)

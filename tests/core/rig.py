@@ -129,7 +129,7 @@ class Rig:
         core, waiting = self.core, list(self.core.waiting)
         if chosen.started_before or not any(seq.host for seq in waiting):
             return
-        crowd = Shares(core.batch.holders()).crowd()
+        crowd = Shares(core.batch.holders()).over_share()
         assert chosen.request.tenant not in crowd, "a tenant at its share started a sequence before a swapped one"
         first: dict[str, Sequence] = {}
         for seq in waiting:

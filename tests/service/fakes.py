@@ -156,7 +156,7 @@ class FakeEngine:
         self.resets = 0  # orders to empty the prefix cache
         self.generated = 0  # output tokens, as an engine counts them
         self.load_changes: dict[str, object] = {}
-        self.room_tokens = 100_000
+        self.free_tokens = 100_000
         self._side = EngineSide(url, engine, namespace=namespace)
         self._engine = engine
         self._cancelled: list[tuple[str, int, int]] = []  # (request, choice, position) to be told
@@ -179,7 +179,7 @@ class FakeEngine:
 
     async def _exchange(self, batches: list[tuple[str, TokenBatch]], finished: list[str]) -> None:
         load = a_load(self._engine, **{"running": len(self._running), **self.load_changes})
-        claimed = await self._side.sync(batches, finished, load, self.room_tokens, 0 if self.holding else 1000)
+        claimed = await self._side.sync(batches, finished, load, self.free_tokens, 0 if self.holding else 1000)
         for generate in claimed.generates:
             self.seen.append(generate)
             scripts = [self.script(generate, index) for index in range(generate.n)]

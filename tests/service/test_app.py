@@ -340,7 +340,7 @@ async def test_admission_refuses_with_retry_after(
     status, body, _ = await raw(served.session, "/v1/completions", prompt="a")
     assert (status, body["error"]["code"]) == (503, "no_engine")
     async with engine(says(byte_level_tokenizer)) as fake:
-        fake.room_tokens = 0
+        fake.free_tokens = 0
         fake.load_changes = {
             "free_blocks": 0,
             "running": 9,
@@ -382,7 +382,7 @@ async def test_a_deadline_out_of_reach_is_refused_before_it_costs_anything(
 ) -> None:
     served = await serve(late_wait_s=1000.0)
     async with engine(says(byte_level_tokenizer)) as fake:
-        fake.room_tokens = 0
+        fake.free_tokens = 0
         fake.load_changes = {
             "running": 9,
             "tokens_per_s": 90.0,
@@ -391,7 +391,7 @@ async def test_a_deadline_out_of_reach_is_refused_before_it_costs_anything(
             "generated_tokens": 1000,
         }
         await settled(lambda: any(load.running == 9 for load in served.streams.fleet.engines))
-        await settled(lambda: served.streams.fleet.room_tokens == 0)
+        await settled(lambda: served.streams.fleet.free_tokens == 0)
         # Prompt tokens start as fast as output tokens are made, 90 a second: 300 of them take longer than 3 s.
         asked = {"prompt": [7] * 300, "max_tokens": 5}
         status, body, headers = await raw(served.session, "/v1/completions", **asked, timeout=3)
@@ -410,8 +410,8 @@ async def test_a_deadline_out_of_reach_is_refused_before_it_costs_anything(
                 error = (await response.json())["error"]
                 assert (response.status, error["param"]) == (400, "x-request-timeout")
                 assert error["limit"] == "> 0 and <= 3600"
-        fake.room_tokens = 1000
-        await settled(lambda: served.streams.fleet.room_tokens == 1000)
+        fake.free_tokens = 1000
+        await settled(lambda: served.streams.fleet.free_tokens == 1000)
         status, _, _ = await raw(served.session, "/v1/completions", **asked, timeout=paced(3))
         assert status == 200
 

@@ -19,7 +19,7 @@ from quire.engine import __main__ as program
 from quire.engine.core.plan import StepPlan, StepResult
 from quire.engine.executor.base import ExecutorLost, ScriptedExecutor
 from quire.engine.wire.engine_side import EngineSide
-from quire.engine.wire.records import ExchangeReply
+from quire.engine.wire.records import SyncReply
 
 
 class Deadly(ScriptedExecutor):
@@ -48,7 +48,7 @@ class Deadly(ScriptedExecutor):
 
 
 class DeadlyBus(EngineSide):
-    async def sync(self, *args: Any) -> ExchangeReply:
+    async def sync(self, *args: Any) -> SyncReply:
         claimed = await super().sync(*args)
         if any(Deadly.deadly in request.token_ids for request in claimed.generates):
             raise RuntimeError("the bus thread can't read this")

@@ -126,13 +126,13 @@ async def test_two_gateways_never_overshoot_the_pool_by_more_than_one_admission(
     none = {"ttft_target_s": 0.001, "late_wait_s": 0.0}
     with Stack(redis_server.url, namespace, checkpoint("llama"), gateways=2, gateway_options=none, **engine) as stack:
         await hammer(stack, 24, prompt=90)
-        await fleet_until(redis_server.url, namespace, lambda fleet: at_rest(fleet) and fleet.room_tokens >= 90)
+        await fleet_until(redis_server.url, namespace, lambda fleet: at_rest(fleet) and fleet.free_tokens >= 90)
         watch = Watch(stack.core)
         with a_long_step(stack.engines[0].executor) as inside:
             first = asyncio.create_task(hammer(stack, 1, prompt=90))
             await asyncio.to_thread(inside.wait)
             others = asyncio.create_task(hammer(stack, 32, prompt=90))
-            await fleet_until(redis_server.url, namespace, lambda fleet: fleet.room_tokens < 90)
+            await fleet_until(redis_server.url, namespace, lambda fleet: fleet.free_tokens < 90)
         assert await first + await others > 0, "no request was refused: nothing was tested"
         assert max(watch.accepted) > BLOCKS - each, "the pool was never full: nothing was tested"
         assert max(watch.accepted) <= BLOCKS + each
@@ -150,7 +150,7 @@ async def test_a_quiet_tenant_gets_in_at_once_though_a_loud_one_fills_pool_and_q
     options = {"ttft_target_s": 2.5, "tenants": str(file)}
 
     def full_of_the_loud_one(fleet: Fleet) -> bool:
-        return fleet.queued > 0 and not fleet.room_tokens and fleet.engines[0].crowd == ["loud"]
+        return fleet.queued > 0 and not fleet.free_tokens and fleet.engines[0].over_share == ["loud"]
 
     async def one(client: aiohttp.ClientSession, tenant: str, prompt: int, output: int) -> int:
         body = {"model": "tiny", "prompt": [9] * prompt, "max_tokens": output, "ignore_eos": True}

@@ -14,7 +14,7 @@ from quire.engine.wire.engine_side import EngineSide
 from quire.engine.wire.gateway_side import GatewaySide
 from quire.engine.wire.link import BusDown
 from quire.engine.wire.messages import Delta, EngineLoad, Generate, Sampling, TokenBatch
-from quire.engine.wire.records import ANY_TOKENS, ExchangeReply, QueueBounds
+from quire.engine.wire.records import ANY_TOKENS, QueueBounds, SyncReply
 from quire.engine.wire.token_messages import channel_of
 from tests.pace import patience
 
@@ -43,13 +43,11 @@ def batch(request_id: str, first: int, engine: str = "e1") -> TokenBatch:
     return TokenBatch(engine, [Delta(request_id, first, [first])])
 
 
-def ids(claimed: ExchangeReply) -> list[str]:
+def ids(claimed: SyncReply) -> list[str]:
     return [request.id for request in claimed.generates]
 
 
-async def take(
-    engine: EngineSide, name: str = "e1", tokens: int = PLENTY[0], requests: int = PLENTY[1]
-) -> ExchangeReply:
+async def take(engine: EngineSide, name: str = "e1", tokens: int = PLENTY[0], requests: int = PLENTY[1]) -> SyncReply:
     return await engine.sync([], [], load(name), tokens, requests)
 
 
@@ -103,7 +101,7 @@ async def answer(gateway: GatewaySide, name: str, n: int = 1) -> list[list[int]]
             await asyncio.sleep(0.02)
             with contextlib.suppress(BusDown):
                 if (await gateway.fleet()).forgotten and (found := await gateway.attach(name)) is not None:
-                    for index, one in enumerate(found.continuations):
+                    for index, one in enumerate(found.choices):
                         await add(Delta(name, len(one.token_ids), [], one.finish, index))
         following.cancel()
         return tokens

@@ -16,7 +16,7 @@ from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.engine.wire.engine_side import EngineSide
 from quire.engine.wire.gateway_side import GatewaySide
 from quire.engine.wire.layout import RINGS
-from quire.engine.wire.records import ExchangeReply
+from quire.engine.wire.records import SyncReply
 from tests.wire.sides import LONG_MS, Bus, generate, ids, load, take
 from tests.wire.test_locality import SLOW, ask, prompt
 from tests.wire.test_sync_commands import commands
@@ -55,7 +55,7 @@ class Bells:
 
 async def deafen(engine: EngineSide) -> None:
     """Its bell is heard by `Bells` only."""
-    await engine._bell.aclose()  # type: ignore[no-untyped-call]
+    await engine._wakeups.aclose()  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.every_redis
@@ -109,7 +109,7 @@ async def test_what_a_dead_engine_held_wakes_others(bus: Bus) -> None:
     await gateway.submit(generate("a"))
     assert ids(await take(one)) == ["a"]
     await take(other, "e2")
-    ringing = asyncio.create_task(other.bell())
+    ringing = asyncio.create_task(other.wait_for_wakeup())
     bus.lapse("e1")
     await gateway.fleet()
     await ringing
@@ -146,7 +146,7 @@ class Idle(RuleBasedStateMachine):
     def sync(self, name: str, finished: tuple[str, ...] = ()) -> None:
         for one in finished:
             del self.held[name][one]
-        reply: ExchangeReply = self.run(self.engines[name].sync([], list(finished), load(name), *self.room(name)))
+        reply: SyncReply = self.run(self.engines[name].sync([], list(finished), load(name), *self.room(name)))
         for request in reply.generates:
             self.held[name][request.id] = self.waiting.pop(request.id)
 

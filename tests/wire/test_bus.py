@@ -21,7 +21,7 @@ from quire.engine.wire.gateway_side import READ_DELTAS, GatewaySide
 from quire.engine.wire.layout import LAYOUT_VERSION, OUTPUT_COST
 from quire.engine.wire.link import BusDown, VersionMismatch
 from quire.engine.wire.messages import WIRE_VERSION, Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
-from quire.engine.wire.records import ExchangeReply
+from quire.engine.wire.records import SyncReply
 from tests.pace import patience, python_s, until
 from tests.wire.sides import (
     LONG_MS,
@@ -52,7 +52,7 @@ async def test_a_request_goes_down_and_its_tokens_come_up(bus: Bus) -> None:
     assert (fleet := await gateway.fleet()).queued == 1
     assert (fleet.queued_tokens, fleet.engines) == (12, [])
     began_ms = time.time() * 1000 - 1
-    assert await take(engine) == ExchangeReply([request], [])
+    assert await take(engine) == SyncReply([request], [])
     sent = [batch("a", 0), batch("a", 1)]
     await engine.sync([("g1", sent[0])], [], load("e1"), 0, 0)
     await engine.sync([("g1", sent[1])], ["a"], last := load("e1"), 0, 0)
@@ -107,21 +107,21 @@ async def test_an_expired_request_is_never_claimed_and_its_gateway_hears_so(bus:
 async def test_a_submit_beyond_the_room_and_its_excess_queues_nothing(bus: Bus) -> None:
     gateway, engine = await bus.gateway(), await bus.engine()
     empty = await gateway.submit(generate("a", 10), bounds=within(9))  # no engine yet: no room
-    assert (empty.accepted, empty.queued, empty.room_tokens) == (False, 0, 0)
+    assert (empty.accepted, empty.queued, empty.free_tokens) == (False, 0, 0)
     await take(engine, tokens=100)
     assert (await gateway.submit(generate("a", 60), generate("b", 40), bounds=within(0))).accepted
     for _ in range(2):
         full = await gateway.submit(generate("c", 5), generate("d", 5), bounds=within(9))
-        assert (full.accepted, full.queued, full.queued_tokens, full.room_tokens) == (False, 2, 100, 100)
+        assert (full.accepted, full.queued, full.queued_tokens, full.free_tokens) == (False, 2, 100, 100)
     assert (await gateway.submit(generate("b", 40), bounds=within(0))).accepted  # a retry of what is queued
     assert ids(await take(engine, tokens=100)) == ["a", "b"]
-    assert (await gateway.fleet()).room_tokens == 0  # what a sync claims is not offered a second time
+    assert (await gateway.fleet()).free_tokens == 0  # what a sync claims is not offered a second time
     await take(engine, tokens=50)
-    assert (await gateway.fleet()).room_tokens == 50
+    assert (await gateway.fleet()).free_tokens == 50
     await take(engine, tokens=50, requests=0)
-    assert (await gateway.fleet()).room_tokens == 0  # no seat
+    assert (await gateway.fleet()).free_tokens == 0  # no seat
     await engine.close()
-    assert (await gateway.fleet()).room_tokens == 0
+    assert (await gateway.fleet()).free_tokens == 0
 
 
 async def test_gateways_never_spend_the_same_room_twice(bus: Bus) -> None:
@@ -145,8 +145,8 @@ async def test_gateways_never_spend_the_same_room_twice(bus: Bus) -> None:
         while not serving.done():
             queue = await gateway.submit(generate(f"{name}-{at}", 20 + at % 50), bounds=within(0))
             at += 1
-            assert queue.queued_tokens <= queue.room_tokens
-            most = max(most, queue.queued_tokens + pool - queue.room_tokens)
+            assert queue.queued_tokens <= queue.free_tokens
+            most = max(most, queue.queued_tokens + pool - queue.free_tokens)
             accepted += queue.accepted
             refused += not queue.accepted
 
@@ -242,8 +242,8 @@ async def test_idleness_saves_nothing_up(bus: Bus) -> None:
     assert [name[0] for name in order] in (list("bibibibi"), list("ibibibib"))
 
 
-def full(engine: str, yield_tokens: int, *crowd: str) -> EngineLoad:
-    return msgspec.structs.replace(load(engine), crowd=list(crowd), yield_tokens=yield_tokens)
+def full(engine: str, preemptible_tokens: int, *crowd: str) -> EngineLoad:
+    return msgspec.structs.replace(load(engine), over_share=list(crowd), preemptible_tokens=preemptible_tokens)
 
 
 async def test_a_full_engine_claims_for_who_holds_less_than_its_share(bus: Bus) -> None:
@@ -278,8 +278,8 @@ async def test_a_withdrawn_request_costs_nothing_or_aborts(bus: Bus) -> None:
     for _ in range(2):
         await gateway.cancel("b")
     await gateway.cancel("never heard of")
-    assert await take(engine) == ExchangeReply([], [Abort("b")])
-    assert await take(engine) == ExchangeReply([], [])
+    assert await take(engine) == SyncReply([], [Abort("b")])
+    assert await take(engine) == SyncReply([], [])
 
 
 async def test_one_continuation_is_withdrawn_from_whoever_computes_the_request(bus: Bus) -> None:
@@ -298,7 +298,7 @@ async def test_one_continuation_is_withdrawn_from_whoever_computes_the_request(b
     await gateway.cancel("a")
     assert (await take(other, "e2")).aborts == [Abort("a")]
     await gateway.cancel("a", 1)
-    assert await take(other, "e2") == ExchangeReply([], [])
+    assert await take(other, "e2") == SyncReply([], [])
 
 
 async def test_two_gateways_and_two_engines_share_one_queue(bus: Bus) -> None:
@@ -362,7 +362,7 @@ async def test_a_late_engine_keeps_what_nobody_took_and_loses_the_rest(bus: Bus)
     assert (back.generates, sorted(back.reassigned)) == ([], ["a", "b"])
     assert (await gateway.fleet()).queued == 0
     await late.sync([], ["a", "c"], load("e1"), 0, 0)  # it had finished a all the same: too late
-    assert await take(other, "e2") == ExchangeReply([], [])
+    assert await take(other, "e2") == SyncReply([], [])
 
 
 async def test_closing_or_reopening_an_engine_gives_back_what_it_held(bus: Bus) -> None:
@@ -444,7 +444,7 @@ async def test_a_reply_lost_after_the_work_was_done_repeats_nothing(redis_server
         got = await engine.sync([("g1", batch("b", 0))], ["d"], load("e1"), 1000, 1)
         assert (ids(got), got.aborts) == (["e"], [Abort("c")])
         proxy.cut_after = b"EVALSHA"
-        assert await take(engine) == ExchangeReply([], [])
+        assert await take(engine) == SyncReply([], [])
         await engine.sync([("g1", batch("b", 1))], [], load("e1"), 0, 0)
         assert [one.deltas[0].first for one in await read(gateway, 2)] == [0, 1]
         await cut_gateway.close()
@@ -463,7 +463,7 @@ async def test_nothing_is_lost_over_a_restart_of_the_server(own_server: Embedded
     await engine.sync([("g1", batch("a", 0))], [], load("e1"), 0, 0)
     own_server.stop()
     sending = asyncio.create_task(engine.sync([("g1", batch("a", 1))], [], load("e1"), *PLENTY))
-    ringing = asyncio.create_task(engine.bell())
+    ringing = asyncio.create_task(engine.wait_for_wakeup())
     await asyncio.sleep(0.2)
     own_server.start()
     assert ids(await sending) == ["b"]
@@ -474,7 +474,7 @@ async def test_nothing_is_lost_over_a_restart_of_the_server(own_server: Embedded
     last = TokenBatch("e1", [Delta("a", 3, [3], Finish("length"))])
     await engine.sync([("g1", last)], ["a"], load("e1"), 0, 0)
     assert await reading == [[0, 1, 2, 3]]
-    ringing = asyncio.create_task(engine.bell())
+    ringing = asyncio.create_task(engine.wait_for_wakeup())
     await gateway.submit(generate("c"))
     await asyncio.wait_for(ringing, patience(100))
     assert ids(await take(engine)) == ["c"]
@@ -582,7 +582,7 @@ async def test_the_bell_rings_at_once(bus: Bus) -> None:
     delays, writes = [], []
     for i in range(20):
         await take(engine)  # an engine is woken once between two syncs
-        ringing = asyncio.create_task(engine.bell())
+        ringing = asyncio.create_task(engine.wait_for_wakeup())
         await asyncio.sleep(0.002)
         began = time.perf_counter()
         await gateway.submit(generate(f"r{i}"))
@@ -592,7 +592,7 @@ async def test_the_bell_rings_at_once(bus: Bus) -> None:
     # One more message, not the end of an interval.
     assert statistics.median(delays) < max(5 * statistics.median(writes), link.BLOCK_MS / 1000 / 10)
     await take(engine)
-    ringing = asyncio.create_task(engine.bell())
+    ringing = asyncio.create_task(engine.wait_for_wakeup())
     await gateway.cancel("r0")
     await asyncio.wait_for(ringing, patience(100))
     assert (await take(engine)).aborts == [Abort("r0")]
@@ -689,7 +689,7 @@ async def test_every_live_engine_is_told_once_to_reset_its_prefix_cache(bus: Bus
 async def test_a_bell_wakes_an_engine_for_a_reset(bus: Bus) -> None:
     gateway, engine = await bus.gateway(), await bus.engine()
     await take(engine)
-    woken = asyncio.create_task(engine.bell())
+    woken = asyncio.create_task(engine.wait_for_wakeup())
     await gateway.operations.reset_prefix_caches()
     async with asyncio.timeout(patience(100)):
         await woken

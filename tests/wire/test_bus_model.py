@@ -206,7 +206,7 @@ class BusModel(RuleBasedStateMachine):
         bounds = QueueBounds(excess, late_excess, LONG_MS, most, size_class=size)
         queue = self.run(self.gateway.submit(request, bounds=bounds))
         assert (queue.lane, queue.full) == (None if full else lane, full)
-        assert queue.room_tokens == room
+        assert queue.free_tokens == room
         if queue.accepted:
             assert queue.ahead == ahead
             self.requests[name], self.tokens[name], self.log[name] = request, tokens, []

@@ -159,7 +159,7 @@ async def test_a_slot_moves_to_another_node(cluster: RedisCluster, elsewhere: Bu
     assert ids(await take(engine)) == ["a"]
     await engine.sync([("g1", batch("a", 0))], [], load("e1"), 0, 0)
     assert len(await read(gateway, 1)) == 1
-    await engine.bell()
+    await engine.wait_for_wakeup()
 
     target.cluster("SETSLOT", slot, "IMPORTING", source.id)
     source.cluster("SETSLOT", slot, "MIGRATING", target.id)
@@ -176,7 +176,7 @@ async def test_a_slot_moves_to_another_node(cluster: RedisCluster, elsewhere: Bu
 
     async with asyncio.timeout(patience(LIMIT_S)):
         await sending
-        ringing = asyncio.create_task(engine.bell())
+        ringing = asyncio.create_task(engine.wait_for_wakeup())
         assert [one.deltas[0].first for one in await read(gateway, 2)] == [0, 1]
         await gateway.submit(generate("c"))
         await ringing
@@ -205,7 +205,7 @@ async def test_a_master_dies_and_its_replica_serves(redis_binary: Path, namespac
             last = TokenBatch("e1", [Delta("a", 1, [1], Finish("length"))])
             await engine.sync([("g1", last)], [], load("e1"), 0, 0)
             assert await reading == [[0, 1]]
-            ringing = asyncio.create_task(engine.bell())
+            ringing = asyncio.create_task(engine.wait_for_wakeup())
             queued = None
             while queued is None:
                 with contextlib.suppress(BusDown):

@@ -16,7 +16,7 @@ from quire.engine.wire.engine_side import EngineSide
 from quire.engine.wire.layout import LACKING_MS, TRIES, WINDOW
 from quire.engine.wire.messages import ADAPTERS, CONSTRAINT, Delta, Finish, TokenBatch
 from quire.engine.wire.prefixes import PrefixReport
-from quire.engine.wire.records import ExchangeReply, QueueBounds
+from quire.engine.wire.records import QueueBounds, SyncReply
 from tests.wire.sides import LATE, Bus, generate, ids, load, read_deltas
 from tests.wire.test_locality import FAST, SLOW, adapted, ask, loading, prompt
 
@@ -56,10 +56,12 @@ async def sync(
     returned: tuple[str, ...] = (),
     room: int = 1_000_000,
     requests: int = 100,
-    yield_tokens: int = 0,
+    preemptible_tokens: int = 0,
     **more: Any,
-) -> ExchangeReply:
-    own = msgspec.structs.replace(load(name), **{"honours": [ADAPTERS], "yield_tokens": yield_tokens, **more})
+) -> SyncReply:
+    own = msgspec.structs.replace(
+        load(name), **{"honours": [ADAPTERS], "preemptible_tokens": preemptible_tokens, **more}
+    )
     back = dict.fromkeys(returned, WHY)
     return await engine.sync([], [], own, room, requests, report, returned=back)
 
@@ -190,7 +192,7 @@ async def test_a_preemption_for_fairness_passes_them_as_well(bus: Bus) -> None:
     assert ids(await sync(one, "e1")) == ["a"]
     await sync(one, "e1", returned=("a",), room=0)
     await gateway.submit(msgspec.structs.replace(generate("b"), tenant="t2"))
-    assert ids(await sync(one, "e1", room=0, yield_tokens=1_000)) == ["b"]
+    assert ids(await sync(one, "e1", room=0, preemptible_tokens=1_000)) == ["b"]
 
 
 async def test_a_returned_suspect_stays_alone(bus: Bus, clock: Clock) -> None:

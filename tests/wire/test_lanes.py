@@ -263,7 +263,7 @@ async def test_an_engine_claims_what_it_can_compute_soon_and_the_rest_stays_in_t
     assert await claim(0) == []
     assert await claim(11) == ["a", "b"]  # the one that exceeds it is the last one
     # The room that is left is still offered, and a small request overtakes what was not claimed.
-    assert (await gateway.fleet()).room_tokens == 980
+    assert (await gateway.fleet()).free_tokens == 980
     small = QueueBounds(target_ms=600_000, size_class=0)
     await gateway.submit(generate("d", 500), bounds=QueueBounds(target_ms=600_000, size_class=2))
     await gateway.submit(generate("e", 5), bounds=small)
@@ -356,7 +356,7 @@ async def test_a_submit_asks_redis_as_much_with_many_engines_and_tenants_as_with
             before = sum(one["calls"] for one in client.info("commandstats").values())
             queue = await gateway.submit(generate(name, tenant=name))
             counts.append(sum(one["calls"] for one in client.info("commandstats").values()) - before)
-            assert queue.room_tokens == 100 * len(engines)
+            assert queue.free_tokens == 100 * len(engines)
 
     engines: list[str] = []
     for name in ("first", "second"):

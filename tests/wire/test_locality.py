@@ -18,7 +18,7 @@ from quire.engine.wire.engine_side import EngineSide
 from quire.engine.wire.layout import MOST_LOADS, PACE_TOKENS, PREFIX_COUNT, RECOMPUTE, STALE_MS, TRIES, WINDOW
 from quire.engine.wire.messages import Generate, Sampling
 from quire.engine.wire.prefixes import LENGTHS, PrefixReport, adapter_digest, prefix_digests, split
-from quire.engine.wire.records import ExchangeReply, QueueBounds
+from quire.engine.wire.records import QueueBounds, SyncReply
 from quire.engine.wire.scripts import Script
 from tests.wire.sides import LATE, LONG_MS, Bus, generate, ids, load
 
@@ -47,7 +47,7 @@ def holding(token_ids: list[int], costs: PrefixReport = SLOW, backlog: int = 0) 
 
 async def sync(
     engine: EngineSide, name: str, report: PrefixReport | None = SLOW, tokens: int = 1_000_000, requests: int = 100
-) -> ExchangeReply:
+) -> SyncReply:
     return await engine.sync([], [], load(name), tokens, requests, report)
 
 

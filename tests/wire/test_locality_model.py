@@ -21,7 +21,7 @@ from quire.engine.wire.gateway_side import GatewaySide
 from quire.engine.wire.layout import PLACES, WINDOW
 from quire.engine.wire.messages import Generate, Sampling
 from quire.engine.wire.prefixes import PrefixReport, prefix_digests, split
-from quire.engine.wire.records import LANES, ExchangeReply, QueueBounds
+from quire.engine.wire.records import LANES, QueueBounds, SyncReply
 from tests.wire.sides import LATE, LONG_MS, load
 
 ENGINES = ("e0", "e1", "e2")
@@ -193,7 +193,7 @@ class LocalityModel(RuleBasedStateMachine):
             "now": int(self.run(self.gateway.fleet()).time_ms),
         }
 
-    def take(self, name: str, got: ExchangeReply) -> list[str]:
+    def take(self, name: str, got: SyncReply) -> list[str]:
         """Each claimed request waited, and is claimed once."""
         assert not got.reassigned
         ids = [request.id for request in got.generates]
@@ -205,7 +205,7 @@ class LocalityModel(RuleBasedStateMachine):
         self.lapsed.discard(name)
         return ids
 
-    def check_in_order(self, name: str, got: ExchangeReply) -> None:
+    def check_in_order(self, name: str, got: SyncReply) -> None:
         queues = {lane: sorted(self.waiting & {n for n, w in self.lanes.items() if w == lane}) for lane in LANES}
         ids = self.take(name, got)
         assert got.retry_ms == 0
@@ -214,7 +214,7 @@ class LocalityModel(RuleBasedStateMachine):
             assert ids[0] in (queues["on_time"] or queues["late"])
 
     def check(
-        self, name: str, got: ExchangeReply, before: dict[str, Any], room: int, requests: int, report: PrefixReport
+        self, name: str, got: SyncReply, before: dict[str, Any], room: int, requests: int, report: PrefixReport
     ) -> None:
         waited = len(self.waiting)
         # The script counts the engines before it adds this one, unless the engine had to rejoin.
@@ -272,7 +272,7 @@ class LocalityModel(RuleBasedStateMachine):
         queues: dict[tuple[str, str], list[tuple[str, int]]],
         most: int,
         room: int,
-        got: ExchangeReply,
+        got: SyncReply,
         report: PrefixReport,
     ) -> None:
         """An engine with room for the first request leaves without it only for a bounded time, and asks again."""

@@ -20,7 +20,7 @@ from quire.engine.wire.engine_side import EngineSide
 from quire.engine.wire.gateway_side import GatewaySide
 from quire.engine.wire.layout import TAIL
 from quire.engine.wire.messages import Delta, Finish, Sampling, TokenBatch, TokenLogprob
-from quire.engine.wire.records import ExchangeReply
+from quire.engine.wire.records import SyncReply
 from quire.engine.wire.token_log import LoggedOutput
 from tests.pace import patience
 from tests.wire.sides import LONG_MS, PLENTY, Bus, generate, ids, load, read
@@ -54,7 +54,7 @@ class Computing:
         tokens = [token(request_id, index, at) for at in range(first, end)]
         return Delta(request_id, first, tokens, Finish("length") if end == LENGTH else None, index, probs, 7)
 
-    async def sync(self, pieces: list[tuple[str, int, int]], requests: int = 1000) -> ExchangeReply:
+    async def sync(self, pieces: list[tuple[str, int, int]], requests: int = 1000) -> SyncReply:
         """(request, choice, tokens): nothing of those that are over."""
         deltas = [self.piece(*one) for one in pieces if self.at[one[0]][one[1]] < LENGTH]
         finished = [name for name, at in self.at.items() if min(at) == LENGTH]
@@ -69,7 +69,7 @@ class Computing:
             self.at[request.id] = [LENGTH if said.finish else len(said.token_ids) for said in so_far]
         return claimed
 
-    async def say(self, count: int = 1, requests: int = 1000) -> ExchangeReply:
+    async def say(self, count: int = 1, requests: int = 1000) -> SyncReply:
         pieces = [(name, index, count) for name, at in self.at.items() for index in range(len(at))]
         return await self.sync(pieces, requests)
 
@@ -88,9 +88,9 @@ def check(request_id: str, index: int, said: LoggedOutput, *, logprobs: bool = T
 async def logged(gateway: GatewaySide, request_id: str) -> list[LoggedOutput]:
     found = await gateway.attach(request_id, listen=False)
     assert found is not None
-    for index, said in enumerate(found.continuations):
+    for index, said in enumerate(found.choices):
         check(request_id, index, said)
-    return found.continuations
+    return found.choices
 
 
 @pytest.mark.parametrize("lost", [1, TAIL - 1, TAIL + 5])

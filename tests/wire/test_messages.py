@@ -256,7 +256,7 @@ def test_scripts_know_where_the_fields_of_a_load_stand() -> None:
     places = LOAD_BLOCK_SIZE, LOAD_TOTAL_BLOCKS, LOAD_DRAINING, LOAD_CROWD, LOAD_HONOURS
     known = msgspec.structs.replace(LOAD, draining=True, honours=[ADAPTERS])
     fields = msgspec.msgpack.decode(msgspec.msgpack.encode(known))
-    assert [fields[at - 1] for at in places] == [LOAD.block_size, LOAD.total_blocks, True, LOAD.crowd, ["adapter"]]
+    assert [fields[at - 1] for at in places] == [LOAD.block_size, LOAD.total_blocks, True, LOAD.over_share, ["adapter"]]
 
 
 def test_a_token_message_of_a_newer_peer_is_read() -> None:

@@ -65,11 +65,11 @@ async def test_reader_and_bell_follow_a_name_that_moves(name: Name, how: str, mo
         bus = Bus(f"redis://127.0.0.1:{proxy.port}/0", name.namespace)
         try:
             gateway, engine = await bus.gateway(), await bus.engine()
-            await asyncio.wait_for(engine.bell(), patience(5))  # it is subscribed
+            await asyncio.wait_for(engine.wait_for_wakeup(), patience(5))  # it is subscribed
             reading = asyncio.create_task(read(gateway, 2))
             await engine.sync([("g1", batch("a", 0))], [], load("e1"), 0, 0)
             await gateway.fleet()
-            ringing = asyncio.create_task(engine.bell())
+            ringing = asyncio.create_task(engine.wait_for_wakeup())
             await asyncio.sleep(0.2)
             assert not ringing.done()
             if how == "frozen":
@@ -90,7 +90,7 @@ async def test_reader_and_bell_follow_a_name_that_moves(name: Name, how: str, mo
             await engine.sync([("g1", batch("a", 1))], [], load("e1"), 0, 0)
             assert [one.deltas[0].first for one in await reading] == [0, 1]
             await ringing
-            ringing = asyncio.create_task(engine.bell())
+            ringing = asyncio.create_task(engine.wait_for_wakeup())
             await asyncio.sleep(0.2)
             await gateway.submit(generate("c"))
             await ringing

@@ -78,8 +78,8 @@ async def test_generation_goes_on_while_redis_restarts(own_server: EmbeddedRedis
         assert await reading == script(1000)
         attached = await gateway.attach("a")
         assert attached is not None
-        assert [said.token_ids for said in attached.continuations] == script(1000)
-        assert [said.finish for said in attached.continuations] == [Finish("length")] * 2
+        assert [said.token_ids for said in attached.choices] == script(1000)
+        assert [said.finish for said in attached.choices] == [Finish("length")] * 2
         assert await gateway.attach("refused") is None
         assert await gateway.operations.quarantined() == []
     finally:
@@ -104,7 +104,7 @@ async def test_full_memory_refuses_what_is_new_and_corrupts_nothing(own_server: 
             client.config_set("maxmemory", "0")
         attached = await other.attach("a")
         assert attached is not None
-        assert [said.token_ids for said in attached.continuations] == script(1500)
+        assert [said.token_ids for said in attached.choices] == script(1500)
     finally:
         running.stop()
 

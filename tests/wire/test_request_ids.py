@@ -56,7 +56,7 @@ async def test_redis_enters_their_tokens_in_the_same_log(bus: Bus, kind: str, pr
         assert request_id.encode() not in b"".join(client.lrange(key, 0, -1))
     attached = await gateway.attach(request_id)
     assert attached is not None
-    assert [one.token_ids for one in attached.continuations] == [[7, 8, 9]]
+    assert [one.token_ids for one in attached.choices] == [[7, 8, 9]]
 
 
 def test_text_of_16_bytes_is_no_short_id() -> None:

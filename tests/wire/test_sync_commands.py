@@ -141,7 +141,7 @@ async def test_claims_outside_a_crowd_go_through_the_tenants_once(own_bus: Bus, 
         await gateway.submit(generate(tenant, tenant=tenant))
     for at in range(20):
         await gateway.submit(generate(f"quiet {at:02}", tenant=f"quiet {at:02}"))
-    full = msgspec.structs.replace(load("e1"), crowd=crowd, yield_tokens=1000)
+    full = msgspec.structs.replace(load("e1"), over_share=crowd, preemptible_tokens=1000)
     with tenants_read(client, 120) as read:
         got, count = await commands(client, engine.sync([], [], full, 0, 0))
     assert ids(got) == [f"quiet {at:02}" for at in range(20)]

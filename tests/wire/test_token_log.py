@@ -217,8 +217,8 @@ async def test_a_zombie_cannot_write(bus: Bus) -> None:
     )
     assert (back.reassigned, back.generates) == (["a"], [])
     await say(other, Delta("a", 2, [3], Finish("length")), name="e2", finished=("a",))
-    assert [one.token_ids for one in (await gateway.attach("a")).continuations] == [[1, 2, 3]]  # type: ignore[union-attr]
-    assert [one.token_ids for one in (await gateway.attach("b")).continuations] == [[1, 2]]  # type: ignore[union-attr]
+    assert [one.token_ids for one in (await gateway.attach("a")).choices] == [[1, 2, 3]]  # type: ignore[union-attr]
+    assert [one.token_ids for one in (await gateway.attach("b")).choices] == [[1, 2]]  # type: ignore[union-attr]
     got = [delta for batch in await read(gateway, 4) for delta in batch.deltas if delta.id == "a"]
     assert [delta.token_ids for delta in got] == [[1], [2], [3]]
 
@@ -304,7 +304,7 @@ async def test_an_ended_request_costs_no_other_request_anything(bus: Bus, what: 
     elif what == "attach":
         found = await gateway.attach("a.0")
         assert found is not None
-        assert found.continuations == [LoggedOutput([1, 2, 3], Finish("length"))]
+        assert found.choices == [LoggedOutput([1, 2, 3], Finish("length"))]
     else:  # another request takes the place that it still had
         taken = await gateway.quotas.take("t", quota, "c", generate("c").deadline_ms, [(10, 5)])
         assert taken.used_up is None
@@ -323,7 +323,7 @@ async def test_what_a_tail_has_of_a_withdrawn_request_counts_and_is_read(bus: Bu
         assert client.strlen(f"{{{bus.namespace}}}:log:a:0") == 0
     found = await gateway.attach("a")
     assert found is not None
-    assert found.continuations == [LoggedOutput([1, 2, 3], Finish("cancelled"))]
+    assert found.choices == [LoggedOutput([1, 2, 3], Finish("cancelled"))]
     await say(engine, Delta("a", 3, [4]))
     assert await gateway.settle([("a", "t", [3])]) == [Usage("a", "t", 4, 3, 3)]
 
@@ -427,7 +427,7 @@ async def test_the_tail_spares_the_logs_however_many_gateways_there_are(bus: Bus
         assert all(length in ({0}, {4 * (TAIL + 1)}, {8 * (TAIL + 1)}) for length in lengths)
     found = await gateway.attach(names[-1])
     assert found is not None
-    assert found.continuations == [LoggedOutput(list(range(2 * TAIL + 4)))]
+    assert found.choices == [LoggedOutput(list(range(2 * TAIL + 4)))]
 
 
 async def test_the_tail_is_bounded_by_bytes_as_well(bus: Bus) -> None:

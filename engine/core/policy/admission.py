@@ -47,7 +47,7 @@ class AdmissionPolicy(Protocol):
     def may_grow(self, seq: Sequence) -> bool:
         """Return True if a sequence may take its next block now; False: it pauses until other sequences end."""
 
-    def in_the_way(self) -> Sequence | None:
+    def sequence_to_preempt(self) -> Sequence | None:
         """Return a large sequence to preempt, because too many sequences are paused; None: no preemption."""
 
     def free_blocks(self, waiting: WaitingQueue) -> int:
@@ -102,7 +102,7 @@ class Unlimited:
     def may_grow(self, seq: Sequence) -> bool:
         return True
 
-    def in_the_way(self) -> Sequence | None:
+    def sequence_to_preempt(self) -> Sequence | None:
         return None
 
     def free_blocks(self, waiting: WaitingQueue) -> int:
@@ -192,11 +192,11 @@ class Forecast(PeakBound):
             return True
         if self._sizes_step <= self._batch.step:
             size, growing = self._pool.block_size, [s for s in self._batch.holders() if s.stops]
-            self._sizes = GrowthPolicy((len(s.table), s.greatest_blocks(size) - len(s.table)) for s in growing)
+            self._sizes = GrowthPolicy((len(s.table), s.max_blocks(size) - len(s.table)) for s in growing)
             self._sizes_step = self._batch.step + 1 + len(growing) // PRESSURE_SLOTS
         return left >= 0 and self._sizes.may_take(len(seq.table), left)
 
-    def in_the_way(self) -> Sequence | None:
+    def sequence_to_preempt(self) -> Sequence | None:
         """Return the largest running sequence, if many sequences have been paused for long while few run.
 
         Without the preemption it would get every free block until it ends, and the paused sequences would wait."""

@@ -150,7 +150,7 @@ class AdmissionForecast:
         """Add a sequence with `tokens` tokens to a demand.  `shared`: number of its first blocks in other tables."""
         size = self._pool.block_size
         if self._worst_case:
-            demand.hold(seq.greatest_blocks(size) - shared)
+            demand.hold(seq.max_blocks(size) - shared)
         elif seq.stops:
             request = seq.request
             produced = max(0, tokens - len(request.token_ids))

@@ -32,9 +32,9 @@ class Claims:
         """Add the prompt length of a claimed request to the moving average."""
         self._usual += (prompt_tokens - self._usual) / MEMORY
 
-    def fitting(self, room_tokens: int) -> int:
+    def fitting(self, free_tokens: int) -> int:
         """Estimate how many of the queued requests could start if the engine had claimed them."""
-        return min(self.queued, int(room_tokens / max(1.0, self._usual)))
+        return min(self.queued, int(free_tokens / max(1.0, self._usual)))
 
     def at_once(self, budget: int) -> int:
         """Return how many prompt tokens to claim now.  `budget`: maximum prompt tokens of the next step."""

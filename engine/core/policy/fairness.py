@@ -57,7 +57,7 @@ class Shares:
         for own in self._newest.values():
             own.sort(key=lambda seq: seq.rank, reverse=True)
 
-    def crowd(self) -> list[str]:
+    def over_share(self) -> list[str]:
         """Return the tenants that hold their share or more.  The only tenant always does."""
         held, weights = sum(self._blocks.values()), sum(self._weights.values())
         return [t for t, blocks in self._blocks.items() if blocks * weights >= self._weights[t] * held]
@@ -108,7 +108,7 @@ class Fairness:
         swapping: Swapping,
         adapters: AdapterSlots,
     ) -> None:
-        self.crowd: list[str] = []  # tenants that hold their share or more
+        self.over_share: list[str] = []  # tenants that hold their share or more
         self._requests, self._batch, self._waiting = requests, batch, waiting
         self._admission, self._isolation, self._swapping = admission, isolation, swapping
         self._adapters = adapters
@@ -126,12 +126,12 @@ class Fairness:
         batch = self._batch
         if self._look_step <= batch.step:
             shares = Shares(batch.holders())
-            self.crowd, self._for_another = shares.crowd(), shares.for_another()
+            self.over_share, self._for_another = shares.over_share(), shares.for_another()
             self._look_step = batch.step + 1 + batch.running // LOOK_SLOTS
 
     def room(self, block_size: int) -> int:
         """Return the prompt tokens that tenants below their share could start after their waiting requests."""
-        theirs = (seq.queued_tokens for seq in self._waiting if seq.request.tenant not in self.crowd)
+        theirs = (seq.queued_tokens for seq in self._waiting if seq.request.tenant not in self.over_share)
         return max(0, self._for_another - sum(tokens // block_size + 1 for tokens in theirs)) * block_size
 
     def favoured(self, named: Container[int]) -> tuple[Sequence, list[Sequence]] | None:
@@ -148,7 +148,7 @@ class Fairness:
         if self._swapping.sequences:  # a new sequence overtakes swapped ones only below its share: use current sums
             self._look_step = 0
         self.sum_holdings()
-        tried = set(self.crowd)
+        tried = set(self.over_share)
         for seq in self._adapters.startable(self._waiting):
             # A sequence that this plan swaps out has just freed its blocks for others: it resumes in a later plan.
             ready = seq.sampled_in <= batch.committed and not self._swapping.leaves(seq)

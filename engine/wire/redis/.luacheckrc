@@ -10,12 +10,12 @@ local constants = {
   "QUARANTINED_MS", "QUOTA_MS", "QUOTA_CHECK_MS", "QUOTA_CHECKS", "DIGEST_BYTES", "PREFIX_BLOCK", "PREFIX_DENSE", "PREFIX_STEPS", "PREFIX_COUNT",
   "WINDOW", "TRIES", "PATIENCE_PERCENT", "LOADS_PASSED", "MOST_LOADS", "LACKING_MS", "RECOMPUTE", "PACE_TOKENS",
   "RESPONSE_BYTES", "READING_ENGINES", "LEASE_HEAD",
-  "LOAD_BLOCK_SIZE", "LOAD_TOTAL_BLOCKS", "LOAD_DRAINING", "LOAD_CROWD", "LOAD_HONOURS", "RINGS", "RING_TRIES", "TENANTS_SHOWN",
+  "LOAD_BLOCK_SIZE", "LOAD_TOTAL_BLOCKS", "LOAD_DRAINING", "LOAD_CROWD", "LOAD_HONOURS", "RINGS", "WAKE_TRIES", "TENANTS_SHOWN",
   "COMMAND_WORDS",
 }
 local shared = {
   "P", "call", "NOW", "now_ms", "alive", "order",
-  "expire_with_log", "continuations", "append_tokens", "append_logprobs", "ID_KINDS", "text_id", "fold", "fold_for", "logged_tokens",
+  "expire_with_log", "choice_count", "append_tokens", "append_logprobs", "ID_KINDS", "text_id", "flush_tail", "flush_tail_for", "logged_tokens",
   "generated_tokens", "finish_open", "keep",
   "LANES", "LATE", "late_waits", "charge", "in_queue", "lift", "on_time_behind", "enter_lane", "leave_lane",
   "waiting_entry", "enqueue", "LEFT", "leave_queue", "dequeue", "move_to_late", "lane_tokens", "lane_state", "queue_state",
@@ -23,7 +23,7 @@ local shared = {
   "listeners", "each_of", "other_listeners", "route", "channel_of", "send_log_ends",
   "bury", "withdraw", "unlisten", "end_with", "claimable", "head", "first_suspect",
   "next_request", "count_share",
-  "offer", "free_room", "renew_lease", "ring", "hold", "let_go", "condemn", "accuse", "give_back",
+  "offer", "free_capacity", "renew_lease", "wake_engines", "hold", "let_go", "condemn", "accuse", "give_back",
   "lacked_of", "split_adapter", "adapter_of", "leaves", "others_may_have", "lacked_ms", "take_returned",
   "prefix_tokens", "prefix_digest", "each_part", "add_prefixes", "chooser", "sweep_prefixes",
   "bucket_debt", "precise", "shift_bucket", "refund_bucket", "bucket_debts", "prompts_of", "forget_request", "settle_quota",

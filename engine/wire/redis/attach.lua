@@ -17,7 +17,7 @@ end
 local n, record = unpack(call('HMGET', log, 'n', 'record'))
 if not n then return false end
 if gateway ~= '' and alive(id) then listen() end
-fold_for(id)
+flush_tail_for(id)
 local found = {}
 for i = 0, n - 1 do
   local finish, first_delta = unpack(call('HMGET', log, 'finish:' .. i, 'head:' .. i))

@@ -85,5 +85,5 @@ sweep_prefixes()
 check_quotas()
 for _, lane in ipairs(LANES) do head(lane) end  -- ends requests past their deadline
 first_suspect()
-return {changed, now_ms(), free_room(), queue_state(), known, call('ZCARD', P .. 'quarantine'), following, live,
+return {changed, now_ms(), free_capacity(), queue_state(), known, call('ZCARD', P .. 'quarantine'), following, live,
         tonumber(call('GET', P .. 'changes') or 0)}

@@ -17,7 +17,7 @@ end
 
 local function log_lengths(id)
   local lengths = {}
-  for index = 0, continuations(id) - 1 do
+  for index = 0, choice_count(id) - 1 do
     lengths[index + 1] = call('STRLEN', P .. 'log:' .. id .. ':' .. index) / 4
   end
   return lengths
@@ -25,7 +25,7 @@ end
 
 if (call('HGET', state, 'session') or session) ~= session then return redis.error_reply('SUPERSEDED') end
 call('HDEL', state, 'reply')  -- a first write that full memory never refuses
-fold(engine)
+flush_tail(engine)
 local held, kept = {}, {}
 for i = FIRST, #ARGV do
   local id = ARGV[i]
@@ -42,7 +42,7 @@ for _, id in ipairs(call('ZRANGE', P .. 'held:' .. engine, 0, -1)) do
     returned = true
   end
 end
-if returned then ring('1') end
+if returned then wake_engines('1') end
 call('HSET', state, 'session', session, 'seq', seq)
 call('PEXPIRE', state, MEMORY_MS)
 call('ZADD', P .. 'engines', 0, engine)

@@ -7,8 +7,8 @@ local words = ARGV
 local found, i = {}, 1
 while i <= #words do
   local id, tenant, n = unpack(words, i, i + 2)
-  local log, known, delivered, new = P .. 'log:' .. id, continuations(id) > 0, 0, 0
-  fold_for(id)
+  local log, known, delivered, new = P .. 'log:' .. id, choice_count(id) > 0, 0, 0
+  flush_tail_for(id)
   for index = 0, n - 1 do
     local before = tonumber(call('HGET', log, 'delivered:' .. index) or 0)
     local now = math.max(before, words[i + 3 + index])

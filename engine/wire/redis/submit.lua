@@ -13,7 +13,7 @@ local once, body, record, first_id = unpack(ARGV, 7, 10)
 local on_time_excess, late_excess, target, most_requests, most_bytes, size_class, extra = unpack(ARGV, 11, 17)
 local FIRST = 18  -- first prompt in ARGV
 
-local free, duplicate, prompt_tokens, bytes, shortest = free_room(), {}, 0, 0, nil
+local free, duplicate, prompt_tokens, bytes, shortest = free_capacity(), {}, 0, 0, nil
 for i = FIRST, #ARGV, 5 do
   prompt_tokens, bytes = prompt_tokens + ARGV[i + 2], bytes + #ARGV[i + 1]
   shortest = math.min(shortest or PLACES, ARGV[i + 2])
@@ -71,7 +71,7 @@ if not outcome then
       call('HSET', P .. 'once:' .. once, 'id', first_id, 'body', body)
       call('PEXPIREAT', P .. 'once:' .. once, deadline + EXPIRY_MS)
     end
-    ring(shortest + extra)
+    wake_engines(shortest + extra)
   end
 end
 return {outcome, ahead, free, queue_state(tenant), duplicate}

@@ -4,9 +4,9 @@
 --   engine, session     the engine's name; id of its process
 --   seq, epoch          number of this sync of the process; epoch of the lease (text)
 --   lease_ms            length of the lease
---   room_tokens, room_requests   free capacity: prompt tokens and requests it may claim
+--   free_tokens, free_requests   free capacity: prompt tokens and requests it may claim
 --   claim_tokens        prompt tokens to claim at once; the request that exceeds them is the last one claimed
---   yield_tokens        as in EngineLoad
+--   preemptible_tokens        as in EngineLoad
 --   late_share          minimum fraction of the claimed prompt tokens that comes from the late lane
 --   finished            ids of requests that have ended
 --   returned            {id = error line}: requests whose LoRA adapter the engine does not have
@@ -72,9 +72,9 @@ end
 local rare = call('EXISTS', P .. 'suspects', P .. 'orders:' .. x.engine, P .. 'watch', P .. 'lacking') > 0
 x.lacking = rare and call('EXISTS', P .. 'lacking') == 1
 local closed, retry = (suspect or rare) and isolates(x, suspect), 0
-if closed then x.room_tokens = 0 elseif waiting > 0 then retry = claim_share(x, waiting, engines) end
-local left = #x.claimed < x.room_requests and x.room_tokens or 0  -- 0 if no slot is free
-if waiting > 0 and x.yield_tokens > 0 and not closed then claim_by_preemption(x) end
+if closed then x.free_tokens = 0 elseif waiting > 0 then retry = claim_share(x, waiting, engines) end
+local left = #x.claimed < x.free_requests and x.free_tokens or 0  -- 0 if no slot is free
+if waiting > 0 and x.preemptible_tokens > 0 and not closed then claim_by_preemption(x) end
 if rare then collect_orders(x) end
 
 if x.publishes == 'afresh' or vanished == 1 and (added ~= '' or #x.claimed > 0) then  -- the key is new

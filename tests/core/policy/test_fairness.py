@@ -77,7 +77,7 @@ def test_two_tenants_never_take_from_each_other_in_turn(
 @given(HOLDERS)
 def test_the_crowd_is_who_holds_its_share_and_offers_no_more_than_it_holds(rows: list[Sequence]) -> None:
     shares = Shares(rows)
-    crowd = shares.crowd()
+    crowd = shares.over_share()
     if rows:
         everybody = {seq.request.tenant for seq in rows}
         richest = max(everybody, key=lambda name: held(rows, name))
@@ -93,9 +93,9 @@ def test_the_crowd_is_who_holds_its_share_and_offers_no_more_than_it_holds(rows:
 
 def test_who_is_alone_would_give_half_of_it_to_another() -> None:
     shares = Shares([holder("a", 10, i) for i in range(8)])
-    assert shares.crowd() == ["a"]
+    assert shares.over_share() == ["a"]
     assert shares.for_another() == 40
-    assert Shares([]).crowd() == []
+    assert Shares([]).over_share() == []
     assert Shares([]).for_another() == 0
 
 

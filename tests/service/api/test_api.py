@@ -341,10 +341,10 @@ def test_priorities_by_name_and_number() -> None:
 
 
 def test_the_least_an_answer_takes() -> None:
-    assert completion().least_tokens(9) == 1
-    assert completion(min_tokens=4).least_tokens(9) == 4
-    assert completion(ignore_eos=True).least_tokens(9) == 9
-    assert completion(ignore_eos=True, stop="x").least_tokens(9) == 1
+    assert completion().min_output_tokens(9) == 1
+    assert completion(min_tokens=4).min_output_tokens(9) == 4
+    assert completion(ignore_eos=True).min_output_tokens(9) == 9
+    assert completion(ignore_eos=True, stop="x").min_output_tokens(9) == 1
 
 
 def test_defaults_are_openais() -> None:

@@ -104,7 +104,7 @@ async def test_500_prompts_wait_in_the_late_lane(
         async with served.session.post("/v1/completions", json=body) as response:
             assert response.status == 200
             assert response.headers["x-queue-lane"] == "late"
-            fake.room_tokens, fake.load_changes = 100_000, {}
+            fake.free_tokens, fake.load_changes = 100_000, {}
             stream = await response.read()
         assert stream.endswith(b"data: [DONE]\n\n")
         assert len(fake.seen) == 500

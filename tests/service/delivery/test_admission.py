@@ -63,7 +63,7 @@ def late(asked: Cost, view: Fleet, config: GatewayConfig = BOTH) -> int:
     """The bound of the late lane of a request that cannot start in time."""
     found = decision(asked, view, config=config)
     assert isinstance(found, Decision), found
-    assert view.on_time.tokens + asked.prompt_tokens > view.room_tokens + found.bounds.on_time_excess
+    assert view.on_time.tokens + asked.prompt_tokens > view.free_tokens + found.bounds.on_time_excess
     return found.bounds.late_excess
 
 
@@ -186,19 +186,19 @@ def test_a_deadline_nearer_than_the_limit_counts_instead() -> None:
 
 def test_the_least_service_counts_against_the_deadline() -> None:
     view = fleet(busy(tokens_per_s=40.0, step_s=0.2))
-    assert outcome(cost(100, timeout_s=5.0, least_tokens=15), view) == 160  # 3 s of it are service
-    refusal = refused(cost(100, timeout_s=5.0, least_tokens=20), view)
+    assert outcome(cost(100, timeout_s=5.0, min_output_tokens=15), view) == 160  # 3 s of it are service
+    refusal = refused(cost(100, timeout_s=5.0, min_output_tokens=20), view)
     assert refusal.code == "deadline_unreachable"
     assert refusal.given == pytest.approx(5.25, abs=0.1)
-    assert refused(cost(100, timeout_s=5.0, least_tokens=100), view).code == "deadline_unreachable"
+    assert refused(cost(100, timeout_s=5.0, min_output_tokens=100), view).code == "deadline_unreachable"
 
 
 def test_an_engine_just_out_of_idleness_is_not_taken_for_a_slow_one() -> None:
     """Its output rate is an average that has hardly begun to rise: 4 running at 1 token per second would be 4 s
     each."""
     view = fleet(busy(running=4, tokens_per_s=1.0, step_s=0.005), queued=700)
-    assert outcome(cost(100, least_tokens=200), view) == 800
-    assert refused(cost(101, least_tokens=200), view).code == "rate_limit_exceeded"
+    assert outcome(cost(100, min_output_tokens=200), view) == 800
+    assert refused(cost(101, min_output_tokens=200), view).code == "rate_limit_exceeded"
 
 
 def test_a_silent_engine_or_reading_counts_as_full() -> None:
@@ -252,7 +252,7 @@ def test_what_a_loud_tenant_piled_up_is_not_ahead_of_a_quiet_one() -> None:
 
 def test_a_tenant_below_its_share_is_not_refused_for_the_line_of_others() -> None:
     """The engine is full of the loud one, whose newest would yield; its own line counts, the others' does not."""
-    full = busy(crowd=["loud"], yield_tokens=500, waiting=40, waiting_tokens=4000)
+    full = busy(over_share=["loud"], preemptible_tokens=500, waiting=40, waiting_tokens=4000)
     line = {"loud": TenantQueue(20_000, 0.0, 1.0)}
     assert outcome(cost(100, tenant="quiet"), fleet(full, **line)) == 20_000 + 500
     assert outcome(cost(100, tenant="quiet"), fleet(full, **line, quiet=TenantQueue(400, 0.0, 1.0))) == 20_400 + 100
@@ -264,12 +264,14 @@ def test_a_tenant_below_its_share_is_not_refused_for_the_line_of_others() -> Non
     ):
         assert refused(asked, fleet(full, **line, **more)).status == 429
     assert refused(cost(100, tenant="quiet"), fleet(full, **line), now=NOW + 10_000).status == 429  # an old reading
-    leaving = fleet(busy(draining=True, yield_tokens=500), busy(waiting_tokens=4000), **line)
+    leaving = fleet(busy(draining=True, preemptible_tokens=500), busy(waiting_tokens=4000), **line)
     assert refused(cost(100, tenant="quiet"), leaving).status == 429
 
 
 def test_what_several_engines_would_yield_adds_up() -> None:
-    one, two = (busy(crowd=crowd, yield_tokens=300, waiting_tokens=4000) for crowd in (["loud"], ["loud", "quiet"]))
+    one, two = (
+        busy(over_share=crowd, preemptible_tokens=300, waiting_tokens=4000) for crowd in (["loud"], ["loud", "quiet"])
+    )
     line = {"loud": TenantQueue(20_000, 0.0, 1.0)}
     assert outcome(cost(400, tenant="new"), fleet(one, two, **line)) == 20_000 + 600
     assert refused(cost(400, tenant="quiet"), fleet(one, two, **line)).status == 429
@@ -355,8 +357,8 @@ def test_every_outcome_is_a_bound_it_keeps_or_an_honest_pause(
         assert 1 <= got.retry_after_s <= 60
         assert 1 <= int(got.headers()["Retry-After"]) <= 60
         return
-    on_time = view.on_time.tokens + asked.prompt_tokens <= view.room_tokens + got.bounds.on_time_excess
-    in_all = view.queued_tokens + asked.prompt_tokens <= view.room_tokens + got.bounds.late_excess
+    on_time = view.on_time.tokens + asked.prompt_tokens <= view.free_tokens + got.bounds.on_time_excess
+    in_all = view.queued_tokens + asked.prompt_tokens <= view.free_tokens + got.bounds.late_excess
     assert on_time or in_all
     assert not on_time or got.bounds.on_time_excess != NEVER
     assert in_all == (got.bounds.late_excess != NEVER)
@@ -371,10 +373,10 @@ def test_the_excess_is_how_far_its_own_queue_may_grow(asked: Cost, view: Fleet, 
     asked = msgspec.structs.replace(asked, tenant="")
     engines = [msgspec.structs.replace(load, tokens_per_s=0.0) for load in view.engines]
     queued = view.tenants[""].queued_tokens if "" in view.tenants else 1
-    got = outcome(asked, fleet(*engines, queued=queued, room=view.room_tokens))
+    got = outcome(asked, fleet(*engines, queued=queued, room=view.free_tokens))
     if not isinstance(got, Refusal):
-        again = outcome(asked, fleet(*engines, queued=queued + more, room=view.room_tokens))
-        room = view.room_tokens
+        again = outcome(asked, fleet(*engines, queued=queued + more, room=view.free_tokens))
+        room = view.free_tokens
         assert isinstance(again, Refusal) == (queued + more + asked.prompt_tokens > room + got)
 
 

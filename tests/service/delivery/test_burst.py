@@ -85,7 +85,7 @@ class Burst:
     def report(self) -> None:
         totals, queued = self.core.report.totals, any(self.lanes.values())
         self.core.claims.queued = sum(map(len, self.lanes.values()))
-        (self.room_tokens, self.seats), self.at_once = self.core.headroom.startable(), self.core.headroom.claimable()
+        (self.free_tokens, self.seats), self.at_once = self.core.headroom.startable(), self.core.headroom.claimable()
         self.load = a_load(
             total_blocks=BLOCKS,
             running=self.core.running,
@@ -112,7 +112,7 @@ class Burst:
 
     def cost(self, number: int) -> Cost:
         job = self.jobs[number]
-        return Cost(job.prompt_len, 6000.0, least_tokens=job.output_len)
+        return Cost(job.prompt_len, 6000.0, min_output_tokens=job.output_len)
 
     def queued(self, lane: Lane) -> int:
         return sum(self.jobs[number].prompt_len for number in self.lanes[lane])
@@ -124,13 +124,13 @@ class Burst:
         load = msgspec.structs.replace(self.load, time_ms=now_ms)
         requests = lanes[0].requests + lanes[1].requests
         fleet = Fleet(
-            [load], requests, on_time + late, now_ms, self.room_tokens, tenants, on_time=lanes[0], late=lanes[1]
+            [load], requests, on_time + late, now_ms, self.free_tokens, tenants, on_time=lanes[0], late=lanes[1]
         )
         cost = self.cost(number)
         bounds = decide(cost, fleet, now_ms, self.config, self.dice.random()).bounds
         larger = [other for other in self.lanes["on_time"] if self.cost(other).size_class > cost.size_class]
         before = on_time * (1 - len(larger) / max(1, lanes[0].requests)) + cost.prompt_tokens
-        return "on_time" if before <= self.room_tokens + bounds.on_time_excess else "late"
+        return "on_time" if before <= self.free_tokens + bounds.on_time_excess else "late"
 
     def next(self) -> Lane | None:
         """The lane to claim from; what is overdue moves first."""
@@ -148,7 +148,7 @@ class Burst:
         while self.seats > 0 and self.at_once > 0 and (lane := self.next()) is not None:
             number = self.lanes[lane][0]
             job = self.jobs[number]
-            if job.prompt_len > self.room_tokens:
+            if job.prompt_len > self.free_tokens:
                 break
             del self.lanes[lane][0]
             self.claimed[number], self.claimed_s[number] = lane, self.now
@@ -156,7 +156,7 @@ class Burst:
                 self.credit = max(0.0, self.credit - (1 - SHARE) * job.prompt_len)
             elif self.lanes["late"]:
                 self.credit += SHARE * job.prompt_len
-            self.room_tokens -= job.prompt_len
+            self.free_tokens -= job.prompt_len
             self.at_once -= job.prompt_len
             self.seats -= 1
             prompt = [2 + (number * 7919 + i) % (VOCAB - 2) for i in range(job.prompt_len)]

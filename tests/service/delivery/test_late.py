@@ -33,13 +33,13 @@ COMMENT = re.compile(r": queued place=(\d+) wait_s=([\d.]+)")
 
 @contextlib.asynccontextmanager
 async def full(served: Served, engine: FakeEngine) -> AsyncIterator[FakeEngine]:
-    """The engine has no room until `room_tokens` changes, and the gateway knows its pace."""
+    """The engine has no room until `free_tokens` changes, and the gateway knows its pace."""
     async with engine as fake:
-        fake.room_tokens, fake.load_changes = 0, dict(FULL)
+        fake.free_tokens, fake.load_changes = 0, dict(FULL)
 
         def is_full() -> bool:
             view = served.streams.fleet
-            return view.room_tokens == 0 and any(load.running == 9 for load in view.engines)
+            return view.free_tokens == 0 and any(load.running == 9 for load in view.engines)
 
         await settled(is_full)
         yield fake
@@ -66,7 +66,7 @@ async def test_a_late_stream_begins_at_once_and_says_where_it_stands(
                 assert comment is not None
                 assert comment[1] == "1"
             least_s = asyncio.get_running_loop().time() - waits_since
-            fake.room_tokens = 1000
+            fake.free_tokens = 1000
             rest = [data async for _, data in got]
         assert rest[-1] == "[DONE]"
         status, answer, headers = await first
@@ -94,7 +94,7 @@ async def test_the_official_client_reads_over_the_comments(
             model="tiny", stream=True, prompt=[7] * 60, max_tokens=5, extra_headers=headers
         )
         await asyncio.sleep(0.2)
-        fake.room_tokens = 1000
+        fake.free_tokens = 1000
         chunks = [chunk async for chunk in stream]
         assert "".join(chunk.choices[0].text for chunk in chunks)
         assert chunks[-1].choices[0].finish_reason == "length"
@@ -121,7 +121,7 @@ async def test_a_client_that_leaves_while_late_leaves_nothing(
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
         await settled(lambda: served.streams.fleet.queued == 0)
-        fake.room_tokens = 1000
+        fake.free_tokens = 1000
         status, _, _ = await raw(served.session, "/v1/completions", prompt="a", max_tokens=1)
         assert status == 200
         assert len(fake.seen) == 1
@@ -181,7 +181,7 @@ async def test_a_client_says_how_long_it_may_wait(
             assert (status, body["error"]["param"]) == (400, "x-max-queue-wait"), wait
         waiting = [asyncio.create_task(ask(wait, prompt)) for wait, prompt in (("0", 40), ("5", 60))]
         await settled(lambda: served.streams.fleet.queued == 2)
-        fake.room_tokens = 1000
+        fake.free_tokens = 1000
         assert [status for status, _ in await asyncio.gather(*waiting)] == [200, 200]
 
 
@@ -193,7 +193,7 @@ async def test_a_full_queue_is_503(serve: Serve, engine: EngineMaker, byte_level
         status, body, headers = await raw(served.session, "/v1/completions", **LATE)
         assert (status, body["error"]["code"], body["error"]["limit"]) == (503, "queue_full", 2)
         assert 1 <= int(headers["Retry-After"]) <= 60
-        fake.room_tokens = 1000
+        fake.free_tokens = 1000
         assert [status for status, _, _ in await asyncio.gather(*waiting)] == [200, 200]
 
 
@@ -225,7 +225,7 @@ async def test_a_killed_gateways_late_requests_are_never_computed(
         process.kill()
         await asyncio.gather(*asking, return_exceptions=True)
         await settled(lambda: served.streams.fleet.queued == 0)  # after GATEWAY_MS and the grace of this gateway
-        fake.room_tokens = 1000
+        fake.free_tokens = 1000
         status, _, _ = await raw(served.session, "/v1/completions", prompt="a", max_tokens=1)
         assert status == 200
         assert len(fake.seen) == 1

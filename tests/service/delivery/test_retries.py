@@ -78,7 +78,7 @@ class Burst:
         except Refusal as refusal:
             client.told_s.append(float(refusal.headers()["Retry-After"]))
             return client.told_s[-1]
-        late = fleet.on_time.tokens + client.tokens > fleet.room_tokens + found.bounds.on_time_excess
+        late = fleet.on_time.tokens + client.tokens > fleet.free_tokens + found.bounds.on_time_excess
         (self.late if late else self.on_time).append(client)
         client.lane = "late" if late else "on_time"
         self.book.joined([request])

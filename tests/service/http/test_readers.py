@@ -93,7 +93,7 @@ async def test_every_reader_reads_a_late_stream(
         asking = asyncio.create_task(body_of(served, "/v1/completions", LATE))
         await settled(lambda: served.streams.fleet.late.requests == 1)
         await asyncio.sleep(0.2)
-        fake.room_tokens = 1000
+        fake.free_tokens = 1000
         stream = await asking
     assert stream.startswith(b"\n\n")
     texts = [text_of(read(stream)) for read in READERS]
@@ -118,7 +118,7 @@ async def test_a_client_that_asks_for_ids_gets_comments_too(
         asking = asyncio.create_task(body_of(served, "/v1/completions", {**LATE, "stream_options": options}, **headers))
         await settled(lambda: served.streams.fleet.late.requests == 1)
         await asyncio.sleep(0.1)
-        fake.room_tokens = 1000
+        fake.free_tokens = 1000
         stream = await asking
     assert stream.startswith(b": queued place=")
     assert stream.count(b"\nid: cmpl-") == len(data_lines(stream))

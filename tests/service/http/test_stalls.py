@@ -90,7 +90,7 @@ async def watched(
     with _process([*command, str(watched), *options]), _process([*command, str(control)]):
         fake = engine(lambda generate, index: ([5] * generate.max_new_tokens, None), step_s=0.02)
         fake.load_changes = {"max_model_len": 32_768, "total_blocks": 1_000_000, "free_blocks": 1_000_000}
-        fake.room_tokens = 10_000_000
+        fake.free_tokens = 10_000_000
         async with fake, ClientSession() as session:
             await _ready(session, f"http://127.0.0.1:{port}/ready")
             found = Watched(port, Gaps(watched, control))

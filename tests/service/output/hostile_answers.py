@@ -224,7 +224,7 @@ class World:
         )
         self._gateway = MeasuredGateway(config, tokenizer)
         self._engine = FakeEngine(redis_url, namespace, lambda generate, index: ([], None))
-        self._engine.burst, self._engine.room_tokens = BURST, 10_000_000
+        self._engine.burst, self._engine.free_tokens = BURST, 10_000_000
         blocks = {"total_blocks": 1_000_000, "free_blocks": 1_000_000}
         self._engine.load_changes = {
             "max_model_len": 1_000_000,

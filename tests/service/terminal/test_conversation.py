@@ -193,7 +193,7 @@ async def test_a_stopped_answer_is_computed_no_longer(
         config = ChatConfig(url=served.url)
         for waits in (True, False):
             if not waits:
-                fake.room_tokens = 1000
+                fake.free_tokens = 1000
             async with server.session("") as client:
                 answer = Answer(client, served.url, config, "tiny")
                 long = [{"role": "user", "content": "a" * 200}]

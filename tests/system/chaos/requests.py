@@ -169,7 +169,7 @@ class World:
             return [*tokens, *eos], Finish("length" if cut else "stop", -1 if cut else eos[0], score=-1.0)
 
         self._engine = FakeEngine(redis_url, self._namespace, script)
-        self._engine.burst, self._engine.room_tokens = (1000 if strict else 7), 10_000_000
+        self._engine.burst, self._engine.free_tokens = (1000 if strict else 7), 10_000_000
         self._engine.load_changes = {
             **{
                 "max_model_len": 512,

@@ -14,7 +14,7 @@ local function offer(engine, tokens, ends, before)
   if tokens ~= 0 then call('INCRBY', P .. 'offered', string.format('%.0f', tokens)) end
 end
 
-local function free_room(me)  -- returns the prompt tokens that all engines, except `me`, would still claim
+local function free_capacity(me)  -- returns the prompt tokens that all engines, except `me`, would still claim
   for _, engine in ipairs(call('ZRANGEBYSCORE', P .. 'offers', '-inf', now_ms() - 1)) do offer(engine, 0) end
   local tokens = tonumber(call('GET', P .. 'offered') or 0)
   if me and call('ZSCORE', P .. 'offers', me) then tokens = tokens - call('HGET', P .. 'engine:' .. me, 'room') end
@@ -31,9 +31,9 @@ end
 -- Wake the RINGS engines with the most free capacity, if it is enough for a request of `tokens` prompt tokens.  An
 -- engine is not woken again before its next sync, which sees all waiting requests.  If an engine's process does not
 -- listen, another engine is woken.  "Bells" in KEYS.md.
-local function ring(tokens)
+local function wake_engines(tokens)
   local tried, woken = {}, 0
-  for _, engine in ipairs(call('ZREVRANGEBYSCORE', P .. 'bells', '+inf', tokens, 'LIMIT', '0', RING_TRIES)) do
+  for _, engine in ipairs(call('ZREVRANGEBYSCORE', P .. 'bells', '+inf', tokens, 'LIMIT', '0', WAKE_TRIES)) do
     tried[#tried + 1] = engine
     if call('PUBLISH', P .. 'bell:' .. engine, '') > 0 then woken = woken + 1 end
     if woken == RINGS then break end
@@ -92,7 +92,7 @@ end
 
 -- Return all requests that the engine holds to their places in the queue.  `died`: the engine ended without closing.
 local function give_back(engine, died)
-  fold(engine)
+  flush_tail(engine)
   local ids, held = {}, call('ZRANGE', P .. 'held:' .. engine, 0, -1)
   call('DEL', P .. 'held:' .. engine, P .. 'lease:' .. engine, P .. 'prefixes:' .. engine)
   call('HDEL', P .. 'spare', engine)
@@ -107,5 +107,5 @@ local function give_back(engine, died)
   for _, id in ipairs(ids) do
     if alive(id) and not call('ZSCORE', P .. 'suspects', id) then enqueue(id) end
   end
-  if #ids > 0 then ring('1') end
+  if #ids > 0 then wake_engines('1') end
 end

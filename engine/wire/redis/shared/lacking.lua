@@ -75,5 +75,5 @@ local function take_returned(x)
       end
     end
   end
-  ring('1')
+  wake_engines('1')
 end

@@ -30,7 +30,7 @@ end
 -- Publish to these gateways where the log ends: one Delta without tokens per choice, at the end of its log, with the
 -- Finish if there is one.  A gateway that has received fewer tokens reads the log.
 local function send_log_ends(id, names)
-  local log, n = P .. 'log:' .. id, continuations(id)
+  local log, n = P .. 'log:' .. id, choice_count(id)
   local deltas = {}
   for i = 0, n - 1 do
     deltas[#deltas + 1] = string.char(0x95) .. cmsgpack.pack(id, call('STRLEN', log .. ':' .. i) / 4, {})

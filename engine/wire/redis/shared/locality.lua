@@ -340,7 +340,7 @@ local function chooser(me, now)
   local function wake_preferred()  -- wake the engines to which requests were left, since an idle engine would not sync
     local tried = {}
     for name in pairs(so_far.left_to) do
-      if #tried == RING_TRIES then break end
+      if #tried == WAKE_TRIES then break end
       tried[#tried + 1] = name
       call('PUBLISH', P .. 'bell:' .. name, '')
     end

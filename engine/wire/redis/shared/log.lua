@@ -5,7 +5,7 @@ local function expire_with_log(id, key)  -- let a new key of a log expire togeth
   if ms > 0 then call('PEXPIRE', key, ms) else call('DEL', key) end
 end
 
-local function continuations(id)  -- number of choices of the request; 0 if it has no log
+local function choice_count(id)  -- number of choices of the request; 0 if it has no log
   return tonumber(call('HGET', P .. 'log:' .. id, 'n') or 0)
 end
 
@@ -45,7 +45,7 @@ local function text_id(id)  -- text of a compact request id, see request_ids.py
   return ID_KINDS[math.floor(first / 4)] .. digits .. '.' .. prompt
 end
 
-local function fold(engine)  -- append the tokens of the engine's unflushed tail to the logs, and delete the tail
+local function flush_tail(engine)  -- append the tokens of the engine's unflushed tail to the logs, and delete the tail
   local key = P .. 'tail:' .. engine
   local messages = call('LRANGE', key, 0, -1)
   if #messages == 0 then return end
@@ -63,14 +63,14 @@ end
 
 -- Flush the tail of the engine that holds the request, or held it when it was withdrawn.  If an engine has ended the
 -- request, the log is complete, and nothing is flushed.
-local function fold_for(id)
+local function flush_tail_for(id)
   local engine, gone, from = unpack(call('HMGET', P .. 'req:' .. id, 'engine', 'gone', 'from'))
-  if engine or gone and from then fold(engine or from) end
+  if engine or gone and from then flush_tail(engine or from) end
 end
 
 local function logged_tokens(id)  -- tokens in the logs of all choices together, without unflushed tokens
   local bytes = 0
-  for i = 0, continuations(id) - 1 do bytes = bytes + call('STRLEN', P .. 'log:' .. id .. ':' .. i) end
+  for i = 0, choice_count(id) - 1 do bytes = bytes + call('STRLEN', P .. 'log:' .. id .. ':' .. i) end
   return bytes / 4
 end
 
@@ -80,7 +80,7 @@ end
 
 local function finish_open(id, finish)  -- write this msgpack Finish for every choice without one
   local log = P .. 'log:' .. id
-  for i = 0, continuations(id) - 1 do call('HSETNX', log, 'finish:' .. i, finish) end
+  for i = 0, choice_count(id) - 1 do call('HSETNX', log, 'finish:' .. i, finish) end
 end
 
 local function keep(id)  -- let the log expire `retain` ms from now

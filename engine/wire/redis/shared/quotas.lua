@@ -48,7 +48,7 @@ local function settle_quota(tenant, id)
   if not entry or alive(id) then return end
   local _, output, token_ms = unpack(cmsgpack.unpack(entry))
   call('HDEL', held, id)
-  if continuations(id) > 0 then refund_bucket(tenant, 'tokens', (output - generated_tokens(id)) * token_ms) end
+  if choice_count(id) > 0 then refund_bucket(tenant, 'tokens', (output - generated_tokens(id)) * token_ms) end
   local request = string.match(id, '^(.*)%.%d+$')
   if not prompts_of(tenant, request)() then forget_request(tenant, request) end
 end
@@ -56,7 +56,7 @@ end
 -- Settle all prompts of an ended request.
 local function settle_request(tenant, request)
   for id in prompts_of(tenant, request) do
-    fold_for(id)
+    flush_tail_for(id)
     settle_quota(tenant, id)
   end
   forget_request(tenant, request)

@@ -5,14 +5,14 @@
 --   works     the reply's entry for each claimed request
 --   orders    orders for the engine
 --   blocked   prompt tokens of the next request, which does not fit; nil: the next request fits, or none waits
--- Each claim reduces `x.room_tokens` and `x.claim_tokens`.
+-- Each claim reduces `x.free_tokens` and `x.claim_tokens`.
 
 -- Returns the reply's entry for a claimed request.  `from`: the engine that held it before; false: none, so its log is
 -- empty.
 local function work_of(payload, names, from, id, held, waited)
   local outputs, log = {}, P .. 'log:' .. id
   if from then
-    for i = 0, continuations(id) - 1 do
+    for i = 0, choice_count(id) - 1 do
       outputs[i + 1] = {call('GET', log .. ':' .. i), call('HGET', log, 'finish:' .. i)}
     end
   end
@@ -22,8 +22,8 @@ end
 -- Claims a request if its `size` prompt tokens fit; returns whether they fit.  `lane`: nil for a suspect.  `request`:
 -- the result of `choose` in locality.lua; nil without prefix locality.
 local function claim_request(x, lane, id, size, request)
-  if size > x.room_tokens then return false end
-  x.room_tokens = x.room_tokens - size
+  if size > x.free_tokens then return false end
+  x.free_tokens = x.free_tokens - size
   local payload, names, from, place, tenant, dropped, prefixes = unpack(call('HMGET', P .. 'req:' .. id,
     'payload', 'listeners', 'from', 'place', 'tenant', 'dropped', 'prefixes'))
   local held, waited = request and request.held or 0, request and request.waited and 1 or 0
@@ -44,7 +44,7 @@ end
 -- Returns whether the suspect that the engine runs in isolation is not cleared yet.  Clears a suspect that has ended or
 -- produced a token.
 local function runs_suspect(x, suspect)
-  fold(x.engine)
+  flush_tail(x.engine)
   local attempts, before = unpack(call('HMGET', P .. 'req:' .. suspect, 'attempts', 'said'))
   if call('ZSCORE', P .. 'held:' .. x.engine, suspect) and attempts and logged_tokens(suspect) <= tonumber(before) then
     return true
@@ -69,7 +69,7 @@ end
 -- other request now.  `suspect`: id of the suspect that it runs already, or nil.
 local function isolates(x, suspect)
   if suspect and runs_suspect(x, suspect) then return true end
-  if x.room_requests == 0 then return false end
+  if x.free_requests == 0 then return false end
   local first, size = first_suspect()
   if not first or leaves(x, first) then return false end
   if not claim_request(x, nil, first, size) then return waits_for_capacity(x, size) end
@@ -87,7 +87,7 @@ end
 -- While any engine lacks a LoRA adapter, all engines choose this way.
 -- Returns the ms after which the engine should sync again; 0: no such time.
 local function claim_share(x, waiting, engines)
-  local most, left_out = math.min(x.room_requests, math.ceil(waiting / math.max(1, engines))), {}
+  local most, left_out = math.min(x.free_requests, math.ceil(waiting / math.max(1, engines))), {}
   local choose, note_claim, finish
   if most > 0 and (x.publishes ~= '' and engines > 1 or x.lacking) and call('EXISTS', P .. 'prefixes') == 1 then
     local me = {name = x.engine, token_us = x.token_us, step_us = x.step_us, backlog = x.backlog,
@@ -97,14 +97,14 @@ local function claim_share(x, waiting, engines)
   while #x.claimed < most and x.claim_tokens > 0 do
     local lane, id, size, tenant, due = next_request(x.late_share, left_out)
     if not id then break end
-    if size > x.room_tokens then
+    if size > x.free_tokens then
       x.blocked = size
       break
     end
     if not choose then
       claim_request(x, lane, id, size)
     else
-      local request = choose(lane, tenant, {id = id, size = size, due = due}, x.room_tokens)
+      local request = choose(lane, tenant, {id = id, size = size, due = due}, x.free_tokens)
       if not request then
         leave_out(left_out, lane, tenant)
       else
@@ -124,15 +124,15 @@ local function claim_share(x, waiting, engines)
 end
 
 -- Claims requests of tenants below their share, up to the tokens that this engine can free by preempting tenants over
--- their share (`yield_tokens`), if no other engine has free capacity for these requests.
+-- their share (`preemptible_tokens`), if no other engine has free capacity for these requests.
 local function claim_by_preemption(x)
   local over = {}
   for _, tenant in ipairs(cmsgpack.unpack(x.load)[LOAD_CROWD]) do
     for _, lane in ipairs(LANES) do leave_out(over, lane, tenant) end
   end
-  x.room_tokens = x.yield_tokens
-  local elsewhere = free_room(x.engine)
-  while x.room_tokens > 0 and x.claim_tokens > 0 do
+  x.free_tokens = x.preemptible_tokens
+  local elsewhere = free_capacity(x.engine)
+  while x.free_tokens > 0 and x.claim_tokens > 0 do
     local lane, id, size, tenant = 'on_time', head('on_time', over)
     if not id then lane, id, size, tenant = 'late', head('late', over) end
     if not id or size <= elsewhere then break end

@@ -4,7 +4,7 @@
 local function leaves_hole(segments)
   for i = 1, #segments, 4 do
     local id, index, first = unpack(segments, i, i + 2)
-    if call('STRLEN', P .. 'log:' .. id .. ':' .. index) < 4 * first and continuations(id) > 0 then return true end
+    if call('STRLEN', P .. 'log:' .. id .. ':' .. index) < 4 * first and choice_count(id) > 0 then return true end
   end
   return false
 end

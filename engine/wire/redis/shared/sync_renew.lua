@@ -32,7 +32,7 @@ local function collect_orders(x)
     if id then routed[id] = names end
   end
   call('DEL', key)
-  if next(routed) then fold(x.engine) end
+  if next(routed) then flush_tail(x.engine) end
   for id, names in pairs(routed) do send_log_ends(id, names) end
 end
 
@@ -42,7 +42,7 @@ local function offer_capacity(x, left, known, waiting, closed)
   offer(x.engine, left, now_ms() + math.min(STALE_MS, x.lease_ms), known or '0')
   local claims_more = left > 0 and x.claim_tokens > 0
   if waiting > LEFT and (#x.claimed > 0 or x.blocked or known ~= '0' and not claims_more)
-     or closed and #x.claimed > 0 and call('EXISTS', P .. 'suspects') == 1 then ring(x.blocked or '1') end
+     or closed and #x.claimed > 0 and call('EXISTS', P .. 'suspects') == 1 then wake_engines(x.blocked or '1') end
   if claims_more then
     call('ZADD', P .. 'bells', left, x.engine)
   elseif known ~= '0' then
