@@ -33,7 +33,7 @@ EVERY = np.int32(-1)  # a word of a mask that allows all of its 32 tokens
 class Trie:
     """The banned sequences that match the end of the generated text so far (a node of the trie)."""
 
-    last: list[int] = field(default_factory=list)  # tokens that would complete a sequence here
+    last: list[int] = field(default_factory=list)  # tokens each of which would complete a banned sequence
     before: dict[int, Trie] = field(default_factory=dict)  # longer sequences, by the token before this end
     depth: int = 0  # only in the root: maximum tokens that a look-up reads
 

@@ -339,7 +339,7 @@ def tokenized_chat(
 
 
 def _with_functions(asked: ChatBody | TokenizeBody, skipped: Skipped) -> ToolRules:
-    """Remove, from a body, tools that the answer may not call.  Returns the rules of the others.  Raises Refusal."""
+    """Remove tools that the answer may not call from a body.  Returns the rules of the rest.  Raises Refusal."""
     tools, rules = chat_tools(asked.tools, skipped)
     asked.tool_choice, asked.tools, rules = allowed_tools(asked.tool_choice, tools, rules)
     return rules

@@ -166,7 +166,7 @@ class EngineStateFeed:
         return self._state
 
     def _event(self, before: FleetState | None, state: FleetState) -> bytes:
-        """Return the event that changes `before` to the newest state.  Watchers with the same `before` share it."""
+        """Return the event that changes `before` to the newest state, encoded once per `before`."""
         if before not in self._encoded:
             self._encoded[before] = event(before, state)
         return self._encoded[before]

@@ -101,7 +101,7 @@ class Markers:
         if at == 0:
             yield 0
         first = max(at, 1)
-        if self._candidates is not None and text is not self._last:  # the same text is searched after each marker in it
+        if self._candidates is not None and text is not self._last:  # a text is searched from each marker on
             self._learn(text)
             self._last = text
         if self._candidates is None or len(self._known) > KNOWN_CHARS:

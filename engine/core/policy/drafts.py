@@ -108,7 +108,7 @@ class _Extra:
     def line(self, size: int, token_s: float) -> tuple[float, float, float]:
         """Return a linear estimate (drafts, seconds, seconds per further draft) for a bit length of numbers of drafts.
 
-        The line begins at the next lower measured number of drafts."""
+        The estimate starts from the largest measured number of drafts that is at most `size`."""
         if not self.seconds:
             return 0.0, 0.0, token_s
         below = max((known for known in self.seconds if known <= size), default=0)
