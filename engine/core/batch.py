@@ -108,7 +108,7 @@ class Batch:
         insort(self.prefilling, seq, key=lambda s: s.rank)
 
     def join(self, seq: Sequence) -> None:
-        """Start a beam in the slot that it has already; it computes its own tokens as a prefill."""
+        """Start a member of a stepped group in the slot that it has; it computes its own tokens as a prefill."""
         seq.state = State.PREFILLING
         insort(self.prefilling, seq, key=lambda s: s.rank)
 

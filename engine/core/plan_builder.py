@@ -2,7 +2,7 @@
 
 begin_plan        start with empty edits
 attend_decoding   decoding sequences due in the calendar get a block or a private copy of a shared block, pause, or end
-advance_groups    beams compute the tokens that the search has chosen for them
+advance_groups    stepped groups compute the tokens that their search has chosen
 jump              sequences with tokens that a grammar forced compute all of them in one slice
 draft             sequences with drafts compute them behind their last token
 start_favoured    sequences of tenants below their share start first; other tenants' sequences are preempted for them
@@ -402,7 +402,7 @@ class PlanBuilder:
                 self._advance(member)
 
     def _publish_moves(self, seq: Sequence) -> None:
-        """Add the block-table entries that a re-fork of beams has changed to the plan."""
+        """Add the block-table entries that a re-fork of a group has changed to the plan."""
         fresh, entries = self._groups.of(seq.request.id).take_moves(seq)
         if fresh:
             self._edits.starts.append(Start(seq.slot, list(seq.table), adapter=self._adapters.slot_of(seq)))

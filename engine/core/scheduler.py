@@ -395,7 +395,7 @@ class Scheduler:
             self._cut_short(seq, Finish(reason, message=message, code=code))
 
     def _advance_groups(self, result: StepResult) -> int:
-        """Choose the next tokens of each beam-search group whose candidates have arrived.  Returns their number.
+        """Choose the next tokens of each stepped group whose candidates have arrived.  Returns their number.
 
         A group whose search is done reports its complete choices and ends."""
         tokens = 0

@@ -4,7 +4,7 @@
     independent   the sequence     itself       its sampled token, and forced    alone: swapped or recomputed
                                                 tokens behind it (forced.py)
     stepped       all sequences    the first    one token in every member, once  together: always recomputed
-    (beams)       of the request                all candidates have arrived
+    (a search)    of the request                all candidates have arrived
 
     accept ── refusal, open ──> queue: the leader, with its siblings ──start──> batch
                                        ^                                          │ all known tokens planned: join
@@ -96,7 +96,7 @@ class SequenceGroup(Protocol):
 
 
 class SteppedGroup(SequenceGroup, Protocol):
-    """A group of beams: each step computes one token per member, and the search chooses all of them between steps."""
+    """A group of a search: a step computes one token per member; the search chooses all of them between steps."""
 
     @property
     def leader(self) -> Sequence: ...

@@ -77,7 +77,7 @@ function fill({ kinds, refs }, first, length, kind, count) {
 
 function remember(now) {
 	if (now - live.history.at(-1)?.[0] < 1) return;
-	live.history.push([now, ...COUNTS.map((name) => sum([...live.engines.values()], (one) => one[name] ?? 0))]);
+	live.history.push([now, ...counted()]);
 	while (now - live.history[0][0] > KEEP_S) live.history.shift();
 }
 
@@ -90,10 +90,11 @@ export function rates() {
 	});
 }
 
-/** Returns the growth of each of COUNTS over the time kept, or the counts where that has none: a restart, a first event. */
+const counted = () => COUNTS.map((name) => sum([...live.engines.values()], (one) => one[name] ?? 0));
+
+/** Returns the growth of COUNTS over the time kept, or the sums if there is none. */
 export function drafting() {
-	const engines = [...live.engines.values()];
-	const counts = COUNTS.map((name) => sum(engines, (one) => one[name] ?? 0));
+	const counts = counted();
 	const grown = counts.map((count, at) => count - (live.history[0]?.[at + 1] ?? 0));
 	const found = grown[0] > 0 && grown.every((count) => count >= 0) ? grown : counts;
 	return Object.fromEntries(COUNTS.map((name, at) => [name, found[at]]));

@@ -299,9 +299,9 @@ def test_prefixes_are_not_shared_with_the_plain_model(checkpoint: Callable[[str]
     ("kind", "device", "reason"),
     [
         ("int8", "cuda", "--quantize int8: only a CPU multiplies with int8 weights; --device cpu can do it"),
-        ("int4", "cuda", "--quantize int4: the GPU has compute capability 8.9, its products need 9.0"),
-        ("fp8", "cpu", "--quantize fp8: a CPU has no product with fp8 weights; --quantize int8 is made for it"),
-        ("fp8", "cuda", "--quantize fp8: the GPU has compute capability 8.9, its products need 9.0"),
+        ("int4", "cuda", "--quantize int4: the GPU has compute capability 8.9, its GEMMs need 9.0"),
+        ("fp8", "cpu", "--quantize fp8: a CPU has no GEMM with fp8 weights; --quantize int8 is made for it"),
+        ("fp8", "cuda", "--quantize fp8: the GPU has compute capability 8.9, its GEMMs need 9.0"),
     ],
 )
 def test_a_device_without_the_product_is_refused(

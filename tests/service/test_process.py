@@ -41,7 +41,7 @@ async def answers(url: str) -> None:
 def refuses_connections(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port), timeout=patience(5)).close()
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, ConnectionResetError):  # reset: it waited in the backlog of the closing socket
         return True
     return False
 
