@@ -195,7 +195,7 @@ class BusThread:
                 usual = min(config.lease_ms, STALE_MS) / 3000
                 await self._wait(usual if self._retry_s is None else min(usual, self._retry_s))
                 if self._report is not None:
-                    await self._exchange(bus, self._report)
+                    await self._sync(bus, self._report)
                     if self._hot and writing.done():
                         writing = asyncio.create_task(self._write_hot(bus))
                     if self._report.load.draining:
@@ -239,7 +239,7 @@ class BusThread:
                 await asyncio.sleep(WAKEUP_PAUSE_S)
             self._wake.set()
 
-    async def _exchange(self, bus: EngineSide, report: Report) -> None:
+    async def _sync(self, bus: EngineSide, report: Report) -> None:
         """Run one sync: send the outputs, claim requests that fit, and pass the reply to the loop."""
         deltas, finished, returned, count = self._gather()
         load, free_tokens, free_requests, claim_tokens = self._room(report)

@@ -250,15 +250,15 @@ async def test_what_was_said_of_a_lost_request_is_not_sent_after_the_news_of_its
         return report
 
     side: Any = Side()
-    await thread._exchange(side, say("a", "b", dropped=0))
+    await thread._sync(side, say("a", "b", dropped=0))
     say("a", "b", dropped=0, finished=("a",))
-    await thread._exchange(side, say("a", "b", dropped=1))
+    await thread._sync(side, say("a", "b", dropped=1))
     assert sent == [(["a", "b"], []), (["b", "a"], [])]
     assert thread.queued
     orders = thread.drain(0)
     assert orders[0] == Abort("a", reassigned=True)
     assert [type(order) for order in orders[1:]] == [Generate] * again
-    await thread._exchange(side, say("a", dropped=1, finished=("a",)))
+    await thread._sync(side, say("a", dropped=1, finished=("a",)))
     assert sent[2] == (["a"], ["a"])  # whatever comes after the loop's own drop is of the request's next life
     thread._loop.close()
 
@@ -275,7 +275,7 @@ async def test_a_reset_of_the_prefix_cache_precedes_the_claims_of_its_exchange()
 
     side: Any = Side()
     report = Report(EngineLoad("e", "m", "f", 1, 1, 1, 1, 1, 1, 1, 1, 1, 1), 0, 0, 0)
-    await thread._exchange(side, report)
+    await thread._sync(side, report)
     assert [type(order) for order in thread.drain(0)] == [ResetPrefixCache, Generate]
     thread._loop.close()
 

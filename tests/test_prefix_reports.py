@@ -286,13 +286,13 @@ async def test_the_bus_thread_reports_changes_costs_and_backlog_and_asks_again_i
     thread.publish_prefixes()
     thread.put_prefixes([b"1", b"2"], [])
     thread.put_prefixes([b"3"], [b"1", b"4"])
-    await thread._exchange(side, report_of(5e-5, 0.01))
+    await thread._sync(side, report_of(5e-5, 0.01))
     retries = [thread._retry_s]
     thread.put(Outputs({}, []), report_of())
-    await thread._exchange(side, report_of())
+    await thread._sync(side, report_of())
     assert [*retries, thread._retry_s] == [0.04, None]
     thread.put(Outputs({"g": [Delta("a", 0, [7])]}, []), report_of())
-    await thread._exchange(side, report_of())
+    await thread._sync(side, report_of())
     first, second, third = side.reports
     assert (first.added, first.removed) == ([b"2", b"3"], [b"1", b"4"])
     assert (first.token_us, first.step_us, first.backlog) == (pytest.approx(50.0), pytest.approx(10_000.0), 0)
@@ -306,6 +306,6 @@ async def test_an_engine_that_publishes_nothing_says_so() -> None:
     thread = BusThread(EngineConfig(executor="scripted", redis_url="redis://127.0.0.1:1"))
     side: Any = FakeSide()
     thread.put_prefixes([b"1"], [])
-    await thread._exchange(side, report_of())
+    await thread._sync(side, report_of())
     assert side.reports == [None]
     thread._loop.close()

@@ -104,6 +104,6 @@ async def test_an_engine_that_failed_claims_nothing_more() -> None:
     for died in (False, True):
         thread._died = died
         thread.put(Outputs({}, ["a"]), report)
-        await thread._exchange(Side(), report)  # type: ignore[arg-type]
+        await thread._sync(Side(), report)  # type: ignore[arg-type]
     assert sent == [(["a"], 50, (100, 10)), (["a"], 0, (0, 0))]
     thread._loop.close()

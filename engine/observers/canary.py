@@ -32,7 +32,7 @@ log = logging.getLogger("quire.engine")
 
 QUIET_S = 1.0  # seconds that the engine must have been idle, so that no run falls between two requests of a client
 MOST_SHARE = 0.005  # maximum fraction of the time for the canary; runs of a slow model are further apart
-LIKELIEST = 8  # number of top-k tokens whose log-probabilities are compared after each step
+TOP_TOKENS = 8  # number of top-k tokens whose log-probabilities are compared after each step
 TAIL = 3  # number of tokens of the first step that are in the second block
 SLOT = 0  # slot of the canary in the batch; an idle engine uses no slot
 # Nats.  Two runs differ only in their blocks, and on a GPU perhaps in whether a CUDA graph launches the kernels.
@@ -71,8 +71,8 @@ class Canary:
         size, limits = core.pool.block_size, core.limits
         self._tokens = [(7919 * at + 13) % limits.vocab_size for at in range(size + TAIL + 1)]
         fits = len(self._tokens) <= min(limits.max_model_len, limits.step_tokens) and core.pool.total >= 2
-        likeliest = min(LIKELIEST, limits.vocab_size)
-        self._pieces = [(0, self._tokens[:-1], likeliest), (size + TAIL, self._tokens[-1:], likeliest)]
+        top = min(TOP_TOKENS, limits.vocab_size)
+        self._pieces = [(0, self._tokens[:-1], top), (size + TAIL, self._tokens[-1:], top)]
         self.every_s = config.canary_every_s if executor.info.beams and fits else 0.0  # 0: off
         self._first: Answer | None = None
         self._idle_since = math.inf
@@ -119,7 +119,7 @@ class Canary:
         named = [pool.ids(own) for pool, own in zip(windows, tables, strict=True)]
         edits = [(SLOT, at, block) for ids in named for at, block in enumerate(ids)]
         try:
-            for start, tokens, likeliest in self._pieces:
+            for start, tokens, top in self._pieces:
                 # The scheduler frees these slots in its next plan, too; freeing a slot twice is harmless.
                 first = start == 0
                 self._executor.submit(
@@ -128,7 +128,7 @@ class Canary:
                         freed_slots=self._core.batch.slots.vacated if first else [],
                         starts=[Start(SLOT, table)] if first else [],
                         edits=edits if first else [],
-                        slices=[Slice(SLOT, start, tokens, candidates=likeliest)],
+                        slices=[Slice(SLOT, start, tokens, candidates=top)],
                     )
                 )
                 ids, logprobs = self._executor.collect().candidates.get(SLOT, ([], []))

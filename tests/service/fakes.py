@@ -168,7 +168,7 @@ class FakeEngine:
 
     async def __aenter__(self) -> FakeEngine:
         await self._side.open()
-        await self._exchange([], [])
+        await self._sync([], [])
         self._task = asyncio.create_task(self._run())
         return self
 
@@ -177,7 +177,7 @@ class FakeEngine:
         await asyncio.gather(self._task, return_exceptions=True)
         await self._side.close()
 
-    async def _exchange(self, batches: list[tuple[str, TokenBatch]], finished: list[str]) -> None:
+    async def _sync(self, batches: list[tuple[str, TokenBatch]], finished: list[str]) -> None:
         load = a_load(self._engine, **{"running": len(self._running), **self.load_changes})
         claimed = await self._side.sync(batches, finished, load, self.free_tokens, 0 if self.holding else 1000)
         for generate in claimed.generates:
@@ -221,7 +221,7 @@ class FakeEngine:
             batches = [
                 (gateway, TokenBatch(engine=self._engine, deltas=deltas)) for gateway, deltas in outgoing.items()
             ]
-            await self._exchange(batches, finished)
+            await self._sync(batches, finished)
             await asyncio.sleep(self.step_s if self._running else 0.005)
 
     def _delta(self, generate: Generate, index: int, at: int, tokens: list[int], finish: Finish | None) -> Delta | None:

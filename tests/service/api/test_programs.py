@@ -317,12 +317,12 @@ ITEMS: list[tuple[list[dict[str, Any]], str]] = [
         [
             {
                 "type": "agent_message",
-                "author": "/root/reviewer",
+                "author": "/lead/reviewer",
                 "recipient": "/root",
                 "content": [{"type": "input_text", "text": "looks ok"}],
             }
         ],
-        "user\nMessage from /root/reviewer:\n\nlooks ok",
+        "user\nMessage from /lead/reviewer:\n\nlooks ok",
     ),
     (
         [
