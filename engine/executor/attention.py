@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from quire.engine.executor import ops
-from quire.engine.executor.batch import StepTensors
 from quire.engine.executor.kv_cache import LayerCache
+from quire.engine.executor.step_tensors import StepTensors
 
 NAME = "kv_blocks"
 

@@ -23,9 +23,8 @@ or `mixed_step`; compute; `finish`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,176 +36,10 @@ from quire.engine.executor.drafts import DraftRows
 from quire.engine.executor.kv_cache import Caches
 from quire.engine.executor.lora.bank import AdapterBank
 from quire.engine.executor.shapes import Shape, Shapes
+from quire.engine.executor.staged_plan import DecodeBuffers, Mixed, Page, SingleRows, Staged, blank
 from quire.engine.executor.staging import Array, Staging
+from quire.engine.executor.step_tensors import AttentionPlans, StepTensors, Targets
 from quire.engine.executor.window_tables import GroupPlaces, WindowTables
-
-
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """Prompt logprobs requested for one slice: the logprob of ids[i], from the logits of the step's token at[i]."""
-
-    slot: int
-    at: Tensor  # [.] i64
-    ids: Tensor  # [.] i64
-    top: int
-
-
-class Plans:
-    """Buffers of `attention_plan`: one per kind of attention layer, allocated when the first layer of its kind runs."""
-
-    def __init__(self, *, max_seqs: int, max_tokens: int, device: torch.device) -> None:
-        self._most = {"max_seqs": max_seqs, "max_tokens": max_tokens}
-        self._device = device
-        self._buffers: dict[tuple[int, int, int, int], Tensor] = {}
-
-    def buffer(self, heads: int, kv_heads: int, head_size: int, window: int) -> Tensor:
-        """Return the buffer [bytes] u8 of this kind of layer; equal arguments give the same buffer."""
-        key = heads, kv_heads, head_size, window
-        if (found := self._buffers.get(key)) is None:
-            size = ops.attention_plan_bytes(
-                self._device, **self._most, heads=heads, kv_heads=kv_heads, head_size=head_size
-            )
-            # Zeros: a plan may count arrivals in its memory, and leaves its counters at zero for the next launch.
-            found = self._buffers[key] = torch.zeros(size, dtype=torch.uint8, device=self._device)
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class StepTensors:
-    """One step, ready to compute: T tokens of S sequences, N slots that sample, and targets of prompt logprobs."""
-
-    input_ids: Tensor  # [1, T] i64
-    position_ids: Tensor  # [1, T] i64
-    kv_indices: Tensor  # [T] i64: index in the KV cache for each token's key and value; -1: not stored
-    tables: Tensor  # [max_seqs, max_blocks] i32: block tables of all slots, indexed by `rows`
-    rows: Tensor  # [S] i32: the slot of each sequence, an index into `tables`
-    q_start: Tensor  # [S + 1] i32: first token of each sequence; the last entry is T
-    lens: Tensor  # [S] i32: length of each sequence with this step's tokens; 0: padding
-    decodes: int  # leading sequences with one token each
-    caches: Caches
-    plans: Plans
-    # [N + R] i64: tokens that need logits: the last token of each of N slots, then R drafts, then padding; None: all T
-    logits_at: Tensor | None
-    sample_slots: Tensor  # [N] i64; -1: padding
-    known: Tensor  # [N] i64: tokens before the one sampled now, drafts of the slot included
-    targets: list[Targets] = field(default_factory=list)
-    keeps: Tensor | None = None  # [n, 2] i32: (end, place), copies of recurrent state; None: there are none
-    planned: set[tuple[int, ...]] = field(default_factory=set)  # kinds of attention layers that have a plan already
-    # Tokens with LoRA adapters; None: none has one.
-    adapters: ops.AdapterRows | ops.DeviceAdapters | None = None
-    windows: tuple[GroupPlaces, ...] = ()  # kv_indices and tables of each window group
-
-    @property
-    def places(self) -> tuple[GroupPlaces, ...]:
-        """kv_indices and block tables per KV group, full layers first."""
-        return GroupPlaces(self.kv_indices, self.tables), *self.windows
-
-    def attention_plan(self, heads: int, kv_heads: int, head_size: int, window: int) -> Tensor:
-        """Return the partition of this step's attention work, computed once for all layers of a kind."""
-        kind = heads, kv_heads, head_size, window
-        buffer = self.plans.buffer(*kind)
-        if kind not in self.planned:
-            ops.attention_plan(self.q_start, self.lens, self.decodes, *kind, buffer)
-            self.planned.add(kind)
-        return buffer
-
-
-class Page(NamedTuple):
-    """The tensors of a step with slices, T = decodes + tokens and S = decodes + slices; on the host or on the device.
-
-    They lie one after another in one buffer, so that one copy sends them and a CUDA graph finds them at the same
-    addresses.  The entries of decoding slots stay empty: only the device has their values.
-    """
-
-    ids: Any  # [T] i64
-    positions: Any  # [T] i64
-    kv_indices: Any  # [T] i64; -1: padding
-    logits_at: Any  # [logits] i64
-    sample_seqs: Any  # [samples] i64: the sequence from which each sampling slot continues
-    slots: Any  # [decodes] i32; -1: padding
-    rows: Any  # [S] i32
-    lens: Any  # [S] i32; 0: padding
-    q_start: Any  # [S + 1] i32
-
-    @classmethod
-    def over(cls, memory: Any, shape: Shape, int32: Any) -> Page:
-        """Return views of `memory`, an array or tensor of `words(shape)` int64.  int32: numpy's or torch's int32."""
-        views, at = [], 0
-        for size, wide in cls._sizes(shape):
-            words = size if wide else -(-size // 2)
-            part = memory[at : at + words]
-            views.append(part if wide else part.view(int32)[:size])
-            at += words
-        return cls(*views)
-
-    @classmethod
-    def words(cls, shape: Shape) -> int:
-        return sum(size if wide else -(-size // 2) for size, wide in cls._sizes(shape))
-
-    @staticmethod
-    def _sizes(shape: Shape) -> list[tuple[int, bool]]:
-        total, seqs = shape.decodes + shape.tokens, shape.decodes + shape.slices
-        wide = [total, total, total, shape.logits, shape.samples]
-        return [(size, True) for size in wide] + [(size, False) for size in (shape.decodes, seqs, seqs, seqs + 1)]
-
-
-@dataclass(frozen=True, slots=True)
-class Mixed:
-    """A step with slices."""
-
-    shape: Shape
-    page: Page
-    joined: tuple[Tensor, Tensor] | None  # slots i64 that begin to decode, and position i64 of their last token
-    targets: list[Targets]
-    candidates: tuple[tuple[int, int], ...] = ()  # (slot, number of candidates); rows after sampling slots
-    drafts: DraftRows | None = None  # drafts; their logits rows follow those of all slots
-    keeps: Tensor | None = None  # as in StepTensors
-    windows: tuple[Tensor, ...] = ()  # kv_indices [T] i64 per window group
-
-
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """A plan whose values are being copied to the device."""
-
-    slots: Tensor | None  # [max_seqs] i32; None: unchanged
-    edits: Tensor | None  # [n, 3] i32: slot, index in its block table, block
-    mixed: Mixed | None  # None: no slices, or only `single`
-    single: SingleRows | None  # not with `mixed`
-    # Lists per KV group, full layers first; None: the group has none.
-    poison: list[Tensor | None]  # [n] i64: blocks to fill with NaN
-    copies: list[Tensor | None]  # [n, 2] i64: from block, to block
-    window_edits: list[Tensor]  # `edits` of each window group
-
-
-@dataclass(frozen=True, slots=True)
-class SingleRows:
-    """Slices of one token each, all with candidates, in a step without other slices.  They are computed as rows of a
-    decode step, after the decoding slots."""
-
-    at: int  # first row
-    inputs: Tensor  # [3, n] i64: slots, tokens, positions
-    candidates: tuple[tuple[int, int], ...]  # (slot, number of candidates)
-
-
-class DecodeBuffers(NamedTuple):
-    """Tensors of a decode step at fixed addresses, with an entry per slot; a step uses the first entries."""
-
-    ids: Tensor  # [max_seqs] i64
-    positions: Tensor  # [max_seqs] i64
-    kv_indices: Tensor  # [max_seqs] i64
-    known: Tensor  # [max_seqs] i64
-    rows: Tensor  # [max_seqs] i32
-    lens: Tensor  # [max_seqs] i32
-    q_start: Tensor  # [max_seqs + 1] i32
-    sample_slots: Tensor  # [max_seqs] i64: as `Batch.slots`
-
-    @classmethod
-    def allocate(cls, max_seqs: int, device: torch.device) -> DecodeBuffers:
-        ids, positions, kv_indices, known = torch.zeros(4, max_seqs, dtype=torch.int64, device=device)
-        rows, lens = torch.zeros(2, max_seqs, dtype=torch.int32, device=device)
-        q_start = torch.arange(max_seqs + 1, dtype=torch.int32, device=device)
-        sample_slots = torch.full((max_seqs,), -1, dtype=torch.int64, device=device)
-        return cls(ids, positions, kv_indices, known, rows, lens, q_start, sample_slots)
 
 
 class Batch:
@@ -229,7 +62,7 @@ class Batch:
         self._caches, self._staging, self._adapters = caches, staging, adapters
         self._block_size = block_size
         self._most_tokens = max(step_tokens, max_seqs)
-        self._plans = Plans(max_seqs=max_seqs, max_tokens=self._most_tokens, device=device)
+        self._plans = AttentionPlans(max_seqs=max_seqs, max_tokens=self._most_tokens, device=device)
         self.tables = torch.zeros(max_seqs, -(-max_model_len // block_size), dtype=torch.int32, device=device)
         self.position = torch.zeros(max_seqs, dtype=torch.int64, device=device)
         self.token = torch.zeros(max_seqs, dtype=torch.int64, device=device)
@@ -436,7 +269,7 @@ class Batch:
         there = self._staging.stage_array(memory)
         page = self._pages.get(shape)
         if page is None or page.ids.data_ptr() != there.data_ptr():
-            page = Page.over(there, shape, torch.int32)
+            page = Page.view(there, shape, torch.int32)
             if shape in self.shapes:
                 self._pages[shape] = page
         return page
@@ -589,16 +422,6 @@ class Batch:
             rows=rows[:count],
             lens=lens[:count],
         )
-
-
-def blank(shape: Shape) -> tuple[Array, Page]:
-    """Return a page of padding only, and the memory it lies in."""
-    memory = np.zeros(Page.words(shape), dtype=np.int64)
-    page = Page.over(memory, shape, np.int32)
-    page.kv_indices[:] = -1
-    page.slots[:] = -1
-    page.q_start[:] = np.minimum(np.arange(len(page.q_start)), shape.decodes)
-    return memory, page
 
 
 def ramps(starts: Array, sizes: list[int]) -> Array:

@@ -21,11 +21,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quire.engine.executor.batch import Batch, Mixed
+from quire.engine.executor.batch import Batch
 from quire.engine.executor.drafts import DraftRows, Verified
 from quire.engine.executor.graphs import Graphs, SecondUse, Where, capture_all, memory_first, next_size, urgent
 from quire.engine.executor.lora.adapter_graphs import AdapterGraphs
 from quire.engine.executor.shapes import Shape, Shapes
+from quire.engine.executor.staged_plan import Mixed
 from quire.engine.executor.step_launches import StepLaunches
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from quire.engine.executor.batch import Batch, StepTensors, Targets
+from quire.engine.executor.batch import Batch
 from quire.engine.executor.drafts import DraftRows, Verified, verify
 from quire.engine.executor.lora.sites import Sites
 from quire.engine.executor.models.fused import Forward
@@ -20,6 +20,7 @@ from quire.engine.executor.ranks.vocab_parallel import VocabParallelLogits
 from quire.engine.executor.sampling import TARGET_ROWS, Logprobs, Report, SamplerBank, logprobs_from
 from quire.engine.executor.shapes import Shape
 from quire.engine.executor.step_output import StepOutput
+from quire.engine.executor.step_tensors import StepTensors, Targets
 
 
 class StepLaunches:

@@ -25,7 +25,7 @@ from quire.engine.common import host_resources
 from quire.engine.config import EngineConfig
 from quire.engine.core.plan import StepPlan, StepResult
 from quire.engine.executor import host_memory, ops
-from quire.engine.executor.batch import Batch, Mixed, Staged
+from quire.engine.executor.batch import Batch
 from quire.engine.executor.candidates import Candidates, find_candidates
 from quire.engine.executor.constraints import IMPOSSIBLE, Constraints
 from quire.engine.executor.drafts import Verified
@@ -54,6 +54,7 @@ from quire.engine.executor.models.recurrent.states import States, state_bytes
 from quire.engine.executor.ranks.ranks import ALONE, Ranks
 from quire.engine.executor.ranks.vocab_parallel import VocabParallelLogits
 from quire.engine.executor.sampling import NOT_FINITE, NOTHING_ALLOWED, Logprobs, SamplerBank
+from quire.engine.executor.staged_plan import Mixed, Staged
 from quire.engine.executor.staging import Staging
 from quire.engine.executor.state_memory import divide_states
 from quire.engine.executor.step_graphs import StepGraphs

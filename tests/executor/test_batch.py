@@ -7,10 +7,11 @@ import torch
 
 from quire.engine.core.plan import Fork, Sampler, Slice, Start, StepPlan
 from quire.engine.executor import ops
-from quire.engine.executor.batch import Batch, StepTensors
+from quire.engine.executor.batch import Batch
 from quire.engine.executor.kv_cache import KVShape, allocate
 from quire.engine.executor.shapes import Shape, Shapes
 from quire.engine.executor.staging import Staging
+from quire.engine.executor.step_tensors import StepTensors
 from quire.engine.wire.messages import Sampling
 
 SAMPLER = Sampler(Sampling(temperature=0), 3, [])

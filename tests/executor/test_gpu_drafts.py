@@ -17,9 +17,9 @@ import pytest
 
 from quire.engine.config import EngineConfig
 from quire.engine.core.policy.drafts import DraftController
-from quire.engine.executor.batch import Mixed
 from quire.engine.executor.drafter import SuffixDrafter
 from quire.engine.executor.loading import load
+from quire.engine.executor.staged_plan import Mixed
 from quire.engine.executor.step_graphs import StepGraphs
 from quire.engine.llm import LLM
 from quire.engine.wire.messages import Sampling

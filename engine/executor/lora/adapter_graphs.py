@@ -13,9 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quire.engine.executor.batch import Batch, Mixed
+from quire.engine.executor.batch import Batch
 from quire.engine.executor.graphs import Graphs, SecondUse, Where
 from quire.engine.executor.shapes import Shape
+from quire.engine.executor.staged_plan import Mixed
 from quire.engine.executor.step_launches import StepLaunches
 
 log = logging.getLogger(__name__)

@@ -48,11 +48,11 @@ from transformers.pytorch_utils import Conv1D
 
 from quire.engine.executor import ops
 from quire.engine.executor.attention import attend
-from quire.engine.executor.batch import StepTensors
 from quire.engine.executor.lora.sites import Sites
 from quire.engine.executor.models.fusible import LINEAR, MIXTURES, WINDOW, MixtureFamily, has_plain_decoder
 from quire.engine.executor.models.linear import Linears, PackedLinear, Product, RMSNorm, Sharded, shared_out
 from quire.engine.executor.models.quantised.quantised import Quantised, QuantisedLinear
+from quire.engine.executor.step_tensors import StepTensors
 
 log = logging.getLogger(__name__)
 

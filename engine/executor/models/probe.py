@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from quire.engine.executor.attention import NAME, window_of
-from quire.engine.executor.batch import Plans, StepTensors
 from quire.engine.executor.errors import UnsupportedModel, one_line
 from quire.engine.executor.kv_cache import KVShape, allocate
 from quire.engine.executor.models.fused import Forward
+from quire.engine.executor.step_tensors import AttentionPlans, StepTensors
 
 PROBE = "kv_blocks_probe"
 SLIDING = "sliding_attention"  # a kind of layer, in the words of transformers
@@ -282,7 +282,7 @@ def prove_served(module: PreTrainedModel, proof: Proof, block_size: int = 16, *,
         lens=ints(FIRST, SECOND),
         decodes=0,
         caches=caches,
-        plans=Plans(max_seqs=2, max_tokens=FIRST + SECOND, device=device),
+        plans=AttentionPlans(max_seqs=2, max_tokens=FIRST + SECOND, device=device),
         logits_at=None,
         sample_slots=ints(dtype=torch.int64),
         known=ints(dtype=torch.int64),

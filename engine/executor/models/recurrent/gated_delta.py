@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from quire.engine.executor.batch import StepTensors
 from quire.engine.executor.models.recurrent.layers import Convolution, negative_exp, recur
 from quire.engine.executor.models.recurrent.states import StateShape
+from quire.engine.executor.step_tensors import StepTensors
 
 UNIT_EPS = 1e-6  # scaling to length 1, fixed in transformers
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from quire.engine.executor import ops
-from quire.engine.executor.batch import StepTensors
 from quire.engine.executor.kv_cache import LayerState
+from quire.engine.executor.step_tensors import StepTensors
 
 
 def state_of(step: StepTensors, layer: int) -> LayerState:

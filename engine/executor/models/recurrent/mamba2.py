@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quire.engine.executor.batch import StepTensors
 from quire.engine.executor.models.recurrent.layers import Convolution, negative_exp, recur
 from quire.engine.executor.models.recurrent.states import StateShape
+from quire.engine.executor.step_tensors import StepTensors
 
 
 class Mamba2(nn.Module):

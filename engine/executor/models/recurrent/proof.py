@@ -18,12 +18,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quire.engine.executor.attention import NAME
-from quire.engine.executor.batch import Plans, StepTensors
 from quire.engine.executor.errors import UnsupportedModel, one_line
 from quire.engine.executor.kv_cache import Caches, KVShape, allocate
 from quire.engine.executor.models.fused import Forward
 from quire.engine.executor.models.probe import FIRST, MOST_DRIFT, MOST_DRIFT_OF_ROUNDED_INPUTS, PROBE, Probe
 from quire.engine.executor.models.recurrent.states import States, StateShape
+from quire.engine.executor.step_tensors import AttentionPlans, StepTensors
 
 CHUNK, CHUNKS = 7, 3  # tokens; the second sequence has CHUNK * CHUNKS
 ATTENDING = {"full_attention", "sliding_attention", "hybrid"}  # kinds of layers with attention, with or without a state
@@ -150,7 +150,7 @@ def step_logits(
         lens=ints(lens),
         decodes=0,
         caches=caches,
-        plans=Plans(max_seqs=3, max_tokens=len(tokens), device=device),
+        plans=AttentionPlans(max_seqs=3, max_tokens=len(tokens), device=device),
         logits_at=None,
         sample_slots=ints([], torch.int64),
         known=ints([], torch.int64),

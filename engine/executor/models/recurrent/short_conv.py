@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quire.engine.executor.batch import StepTensors
 from quire.engine.executor.models.recurrent.layers import Convolution
 from quire.engine.executor.models.recurrent.states import StateShape
+from quire.engine.executor.step_tensors import StepTensors
 
 
 class ShortConv(nn.Module):
