@@ -410,12 +410,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         float,
         Meta(
             ge=0,
-            description="Seconds between two runs of the canary: an idle engine computes a fixed prompt and compares "
+            description="Seconds between two runs of the canary: the engine computes a fixed prompt and compares "
             "the top tokens with those of its first run, which notices weights, KV memory or a device that went "
-            "wrong. A difference is logged, counted and alerted. A run takes two short steps, and all runs together "
-            "at most 0.5 % of the time, so runs of a slow model are further apart. 0: no canary.",
+            "wrong. A difference is logged, counted and alerted. A run takes two short steps of an idle engine, and "
+            "one slot and two blocks for two steps of a busy one; all runs together take at most 0.5 % of the time, "
+            "so runs of a slow model are further apart. 0: no canary.",
         ),
-    ] = 60.0
+    ] = 45.0
     poison_free_blocks: Annotated[
         bool, Meta(description="Fill freed KV blocks with NaN, which reveals use after free. For tests; slow.")
     ] = False

@@ -242,6 +242,7 @@ class Engine:
         record.gated, record.gated_by_adapters = gated[0], self._adapters.waiting_sequences
         record.load = self._load.describe(core, now, draining=record.draining, queued=record.queued > 0, gated=gated)
         record.outputs = core.outputs()
+        self.canary.take(record.outputs)
         record.outputs.returned = {one.request.id: one.why for one in record.orders if isinstance(one, Returned)}
         for gate in gates:
             gate.ended(record.outputs.finished)
@@ -271,7 +272,11 @@ class Engine:
             raise self.checks.fatal
 
     def _run_canary(self, *, idle: bool) -> None:
-        """Run the canary if it is due, between two turns of an idle engine.  Raises ExecutorLost."""
+        """Run the canary if it is due, between two turns of an idle engine, or as a request of a busy one.
+
+        Raises ExecutorLost."""
+        if not self._idle and not self.draining:
+            self.canary.join()
         if self.canary.due(idle=idle):
             self.busy_since = time.monotonic()  # the watchdog ends an engine whose device hangs
             self.canary.run()

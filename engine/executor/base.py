@@ -35,6 +35,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     checkpoints: int = 0  # places for copies of recurrent states
     draft_tokens: int = 0  # maximum drafts of a step; 0: limited by the step's tokens only
     windows: list[WindowGroup] = []  # layers that release blocks before their sliding window
+    # Other sequences of a step may change a token's logits by more than rounding: an expert changes at a near-tie.
+    near_ties: bool = False
 
 
 class StepError(Exception):

@@ -149,6 +149,7 @@ class LocalExecutor:
             beams=True,
             adapters=self._worker.adapters is not None,
             draft_tokens=self._worker.draft_tokens,
+            near_ties=model.near_ties,
             **self._worker.state_facts(),
         )
         no_drafts = why_no_drafts(config, kind, self.info.state_bytes > 0, dependence)
@@ -163,9 +164,8 @@ class LocalExecutor:
         }
         self.memory_parts = self._memory_parts(config, model, ranks, kind)
         # A GPU computes step N while Python plans N+1.  On a CPU both need the same cores, so planning ahead gains
-        # nothing. A token at batch 1 takes 5.5 to 5.8 ms with depth 1, 5.6 to 6.0 ms with depth 2.  Depth 2 also
-        # computes one token too many after each stop token, and a request that arrives during step N waits for N+1 as
-        # well.
+        # nothing: 5.5 to 5.8 ms per token at batch 1 with depth 1, 5.6 to 6.0 ms with depth 2.  Depth 2 also computes
+        # one token too many after each stop token, and a request that arrives during step N waits for N+1 as well.
         self.depth = 1 if kind == "cpu" else GPU_DEPTH
         self._in_flight: deque[Launched | Pending | Exception] = deque()  # Launched: its sampling waits for masks
         self._begun: deque[float] = deque()  # submit time of each step in flight

@@ -1,14 +1,19 @@
-"""The canary: a fixed prompt that an idle engine computes periodically and compares with its first result.
+"""The canary: a fixed prompt that an engine computes periodically and compares with its first result.
 
-    free blocks of the pool ──> two steps of the executor ──> top-k tokens after each step
-            ^                                                        │
-            └── freed, never in the prefix cache           equal to the first run's tokens?
+    idle:  free blocks of the pool ──> two steps of the executor ──> top-k tokens after each step
+                   ^                                                        │
+                   └── freed, never in the prefix cache           equal to the first run's tokens?
+                                                                            │
+    busy:  a request among the others ──> scheduler ──> log-probabilities of its two tokens
 
 Device memory may be corrupted after the start, and a kernel may fail on a hot GPU.  Nothing else would detect this,
 because every answer would still be a text.  Checksums of files cannot detect corruption of loaded weights.
 
-The first run is the reference, at the engine's first idle time, so errors from before it are not detected.  The second
-step reads the keys and values that the first step wrote, over a block table of two blocks.
+The first run is the reference, so errors from before it are not detected.  The second step reads the keys and values
+that the first step wrote, over a block table of two blocks.
+
+A step computes every decoding sequence, so a busy engine cannot run the canary's steps on their own: there the prompt
+is a request (`LoadedCanary`), and both kinds of run compute the same log-probabilities.
 
 A difference is counted, logged and alerted; it does not end the engine, because it is no proof of an error: a new
 driver or clock rate may change roundings on all engines, which would then all end at once.
@@ -24,9 +29,12 @@ from collections.abc import Callable
 import msgspec
 
 from quire.engine.config import EngineConfig
+from quire.engine.core.limits import Outputs
 from quire.engine.core.plan import Slice, Start, StepPlan
+from quire.engine.core.policy.fairness import ENGINE
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.executor.base import Executor, StepError
+from quire.engine.wire.messages import FOREVER_MS, PRIORITIES, Delta, Generate, Sampling
 
 log = logging.getLogger("quire.engine")
 
@@ -40,6 +48,8 @@ SLOT = 0  # slot of the canary in the batch; an idle engine uses no slot
 # at most two such steps.  On a CPU the runs are equal bit for bit.  If a top token leads by twice the tolerance, a
 # change within the tolerance cannot replace it.
 TOLERANCE = 0.25
+FORCED = 1e6  # bias on the logit of the token that a busy engine must sample; log-probabilities are of raw logits
+NAME = "(canary)"  # id of the canary's request, and the gateway of its deltas; no id or gateway has brackets
 
 Answer = list[dict[int, float]]  # per step: token id -> log-probability, for the top tokens
 
@@ -74,9 +84,11 @@ class Canary:
         top = min(TOP_TOKENS, limits.vocab_size)
         self._pieces = [(0, self._tokens[:-1], top), (size + TAIL, self._tokens[-1:], top)]
         self.every_s = config.canary_every_s if executor.info.beams and fits else 0.0  # 0: off
+        self.loaded = LoadedCanary(self._tokens, top, core) if not executor.info.near_ties else None
         self._first: Answer | None = None
         self._idle_since = math.inf
         self._due_at = 0.0
+        self._busy_due_at = clock() + self.every_s  # a busy engine's first requests do not wait for the canary
 
     def due(self, *, idle: bool) -> bool:
         """Return whether a run is due.  `idle`: the engine has no request, and had none in the last turn."""
@@ -89,9 +101,33 @@ class Canary:
 
     def run(self) -> None:
         """Compute the prompt in two steps, and compare the result with the first run.  Raises ExecutorLost."""
-        counts, began, why = self.counts, self._clock(), ""
+        began = self._clock()
         try:
-            answer = self._compute()
+            answer, why = self._compute(), ""
+        except StepError as error:
+            answer, why = None, str(error)
+        self._record(answer, why, began, self._clock() - began)
+
+    def join(self) -> None:
+        """Add the prompt to the requests of a busy engine, if a run is due."""
+        if self.every_s and self.loaded and not self.loaded.running and (now := self._clock()) >= self._busy_due_at:
+            self.loaded.begin(now)
+
+    def take(self, outputs: Outputs) -> None:
+        """Remove what `outputs` has of the canary's request, and compare its answer when it has ended."""
+        if self.loaded and self.loaded.running and (end := self.loaded.take(outputs)):
+            answer, why, seconds = end
+            self._record(answer, why, self.loaded.began, seconds or self._clock() - self.loaded.began)
+
+    def _record(self, answer: Answer | None, failure: str, began: float, seconds: float) -> None:
+        """Count a run that began at `began` and took `seconds`, and set the times of the next.
+
+        `answer`: None if the run failed, for the reason `failure`."""
+        counts, why = self.counts, ""
+        if answer is None:
+            counts.failed += 1
+            why = f"its step failed: {failure}"
+        else:
             self._first = self._first or answer
             counts.difference = difference(self._first, answer)
             if counts.difference > TOLERANCE:
@@ -99,12 +135,8 @@ class Canary:
                 why = f"log-probabilities differ by up to {counts.difference:g} nats from the first run's"
             else:
                 counts.equal += 1
-        except StepError as error:
-            counts.failed += 1
-            why = f"its step failed: {error}"
-        took = self._clock() - began
-        counts.seconds += took
-        self._due_at = began + max(self.every_s, took / MOST_SHARE)
+        counts.seconds += seconds
+        self._due_at = self._busy_due_at = began + max(self.every_s, seconds / MOST_SHARE)
         if why:
             log.error("canary: %s; answers may be wrong: drain this engine and check its device's memory", why)
 
@@ -137,6 +169,62 @@ class Canary:
             for owner, own in zip((pool, *windows), (table, *tables), strict=True):
                 owner.release(own)
         return answer
+
+
+class LoadedCanary:
+    """The canary of a busy engine: a request of the fixed prompt, and the log-probabilities of its answer.
+
+    It starts before other waiting requests, and takes one slot and two blocks for two steps.  No sequence
+    is preempted for it.  The token counters of the engine include its tokens."""
+
+    def __init__(self, tokens: list[int], top: int, core: Scheduler) -> None:
+        """`tokens`: the prompt and the token that must follow it."""
+        self._prompt, self._core = tokens[:-1], core
+        # A huge bias makes the second step compute the same token as on an idle engine.
+        self._sampling = Sampling(temperature=0.0, ignore_eos=True, logprobs=top, logit_bias=[(tokens[-1], FORCED)])
+        self.running = False
+        self.began = 0.0  # seconds of the caller's clock at the start of the last run
+        self._runs = 0
+        self._answer = Answer()
+
+    def begin(self, now: float) -> None:
+        """Queue the request in the scheduler, before all others.  `now`: seconds."""
+        self.running, self.began, self._answer = True, now, Answer()
+        self._runs += 1
+        request = Generate(
+            *(NAME, NAME, list(self._prompt), 2, self._sampling, FOREVER_MS),
+            cache_salt=f"{NAME} {self._runs}",  # no run finds the blocks of an earlier one in the prefix cache
+            tenant=ENGINE,
+            priority=PRIORITIES[0],
+        )
+        self._core.accept(request)
+
+    def take(self, outputs: Outputs) -> tuple[Answer | None, str, float] | None:
+        """Remove the request from `outputs`.  At its end returns (answer, or None if it failed; why; seconds).
+
+        The seconds are those by which the step cost model says that two steps became longer; 0: unknown."""
+        deltas = outputs.deltas.pop(NAME, [])
+        outputs.events = [event for event in outputs.events if event.request.id != NAME]
+        if NAME in outputs.finished:
+            outputs.finished.remove(NAME)
+            self.running = False
+        for delta in deltas:
+            self._answer += [dict(one.top) for one in delta.logprobs or ()]
+        if self.running:
+            return None
+        failure = next((failure_of(delta) for delta in deltas if failure_of(delta)), "")
+        complete = len(self._answer) == 2 and not failure
+        return (self._answer if complete else None), failure or "its answer is incomplete", self._seconds()
+
+    def _seconds(self) -> float:
+        costs, rows = self._core.step_cost, self._core.running + 1
+        return len(self._prompt) * costs.token_s + (costs.decode_s(rows) / rows if costs.token_s else 0.0)
+
+
+def failure_of(delta: Delta) -> str:
+    """Return why a request ended early; an empty string if it did not."""
+    finish = delta.finish
+    return "" if finish is None or finish.reason == "length" else finish.message or finish.reason
 
 
 def difference(first: Answer, now: Answer) -> float:

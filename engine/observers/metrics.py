@@ -461,7 +461,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         "quire_canary_runs",
         "counter",
-        "Runs of the canary on an idle engine, by outcome: equal to the first run, different, or failed.",
+        "Runs of the canary, by outcome: equal to the first run, different, or failed.",
         lambda t: {"equal": t.canary.equal, "different": t.canary.different, "failed": t.canary.failed},
         "outcome",
     ),

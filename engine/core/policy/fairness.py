@@ -36,6 +36,7 @@ from quire.engine.core.waiting_queue import WaitingQueue
 
 LOOK_SLOTS = 32  # the blocks of each tenant are summed up again every 1 + running / LOOK_SLOTS steps
 FAVOUR_SLOTS = 64  # after a search without result, the next search follows 1 + running / FAVOUR_SLOTS steps later
+ENGINE = "(engine)"  # tenant of the engine's own requests, which have no share: nothing is preempted for them
 PREEMPTIBLE = (State.PREFILLING, State.DECODING, State.PAUSED)
 
 
@@ -48,7 +49,8 @@ class Shares:
         self._weights: dict[str, float] = {}
         self._newest: dict[str, list[Sequence]] = {}  # preemptible sequences per tenant, in preemption order
         for seq in holders:
-            tenant = seq.request.tenant
+            if (tenant := seq.request.tenant) == ENGINE:
+                continue
             self._blocks[tenant] += len(seq.table)
             self._weights[tenant] = seq.request.weight
             own = self._newest.setdefault(tenant, [])
@@ -143,12 +145,12 @@ class Fairness:
         if not self.contend or not self._waiting or not self._admission.preempts or self._isolation.active:
             return None
         batch = self._batch
-        if batch.step < self._retry_step:
+        if batch.step < self._retry_step or next(iter(self._waiting)).request.tenant == ENGINE:
             return None
         if self._swapping.sequences:  # a new sequence overtakes swapped ones only below its share: use current sums
             self._look_step = 0
         self.sum_holdings()
-        tried = set(self.over_share)
+        tried = {ENGINE, *self.over_share}
         for seq in self._adapters.startable(self._waiting):
             # A sequence that this plan swaps out has just freed its blocks for others: it resumes in a later plan.
             ready = seq.sampled_in <= batch.committed and not self._swapping.leaves(seq)

@@ -74,6 +74,11 @@ class LoadedModel:
     sites: Sites | None = None  # GEMMs that LoRA adapters may add to; None: no adapter is served
     windows: Sequence[int] = ()  # attention window of each layer in tokens; 0: all.  Empty: not known
 
+    @property
+    def near_ties(self) -> bool:
+        """Whether the rest of a step may change a token's expert, where two experts are almost equal."""
+        return bool(self.batch_dependence) and has_experts(self.module.config)
+
 
 def find(name: str) -> Path:
     """Return the local directory of a checkpoint: `name` itself if it is a path, else a snapshot from the hub.
@@ -232,6 +237,12 @@ def dependence_of(module: PreTrainedModel, deterministic: bool) -> str:
     if deterministic and dependence:
         raise UnsupportedModel(f"{module.config.model_type}: --deterministic: {dependence}")
     return dependence
+
+
+def has_experts(config: PretrainedConfig) -> bool:
+    """Whether the text part of a config names several experts, of which a layer chooses for each token."""
+    counts = config.get_text_config().to_dict()
+    return any("experts" in name and isinstance(count, int) and count > 1 for name, count in counts.items())
 
 
 def unstored(fixed: bool, max_model_len: int, random: bool, ranks: Ranks) -> dict[str, object]:
