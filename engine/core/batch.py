@@ -56,7 +56,7 @@ class Batch:
         return self.decoding + len(self.prefilling)
 
     @property
-    def late(self) -> int:
+    def steps_in_flight(self) -> int:
         """Number of steps in flight: plans issued whose results have not arrived."""
         return self.step - self.committed
 

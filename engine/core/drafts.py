@@ -132,7 +132,7 @@ class Drafts:
         """Return whether the next plan should wait for the result of the step in flight, because drafts will pay.
 
         `most`: maximum tokens of the next step, in addition to one per sequence."""
-        if not self._found or not self._batch.late or self._batch.prefilling:
+        if not self._found or not self._batch.steps_in_flight or self._batch.prefilling:
             return False
         able = self._able(self._batch.step + 1)
         if able and self.policy.pays(able, self._batch.decoding, self._bounded(most)):
@@ -143,7 +143,7 @@ class Drafts:
     def choose(self, step: int, most: int) -> list[tuple[Sequence, Draft, int]]:
         """Return (sequence, draft, draft tokens to compute) for `step`, at most `most` draft tokens in total."""
         # A step in flight still samples the last tokens, or the step has prompts, so that the executor can run ahead.
-        if self._batch.late or (self.run_ahead and self._batch.prefilling):
+        if self._batch.steps_in_flight or (self.run_ahead and self._batch.prefilling):
             self._found = []
             return []
         able, self._found = self._able(step), []
@@ -158,12 +158,12 @@ class Drafts:
         """Return the drafts of sequences that decode in `step` and have exactly one known token to compute.
 
         Counts the one token that each step in flight adds to a sequence."""
-        able, late = [], self._batch.late
+        able, in_flight = [], self._batch.steps_in_flight
         for draft in self._found:
             seq = self._followed.get(draft.slot)
             if seq is None or seq.slot != draft.slot or seq.state is not State.DECODING or seq.failed_at == seq.known:
                 continue
-            known = seq.known + late
+            known = seq.known + in_flight
             if known == seq.computed_before(step) + 1 < seq.limit - 1:
                 able.append((seq, draft._replace(tokens=draft.tokens[: seq.limit - known - 1])))
         return able

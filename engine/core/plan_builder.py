@@ -140,7 +140,9 @@ class PlanBuilder:
             self._edits.slices.append(Slice(seq.slot, start, seq.tokens[start:end], sampler_of(seq, end)))
             self._edits.named.add(id(seq))
             self._batch.jump(seq, end, self._step)
-            self._seal_computed(seq, start - self._batch.late, end)  # steps in flight compute the tokens before `start`
+            self._seal_computed(
+                seq, start - self._batch.steps_in_flight, end
+            )  # steps in flight compute the tokens before `start`
             self._decoding -= 1
             self._forced.jumped(end - start)
             left -= end - start - 1
@@ -221,7 +223,7 @@ class PlanBuilder:
         """Resume paused sequences, oldest first.  If all are paused and no block is free, preempt the newest."""
         batch = self._batch
         self._admission.begin_starts()
-        if batch.paused and not batch.running and not batch.late:
+        if batch.paused and not batch.running and not batch.steps_in_flight:
             while not self._pool.available:
                 self._preemption.preempt(batch.paused[-1])
             self._admission.forget_sizes()
@@ -262,25 +264,38 @@ class PlanBuilder:
             pool.discarded += poison
             return None
         prompt_tokens = sum(len(piece.token_ids) for piece in slices)
-        jumps, drafts = (self._forced.jumps, self._forced.jump_tokens), self._drafts.planned
+        drafting, drafts = self._drafts.planned
         step = self._batch.issue(
             IssuedPlan(
                 self._decoding,
                 prompt_tokens,
-                *jumps,
-                swapping.planned,
-                edits.take_sealed(),
-                *drafts,
+                jumps=self._forced.jumps,
+                jump_tokens=self._forced.jump_tokens,
+                swaps=swapping.planned,
+                sealed=edits.take_sealed(),
+                drafting=drafting,
+                drafts=drafts,
             )
         )
-        vacated, swaps = self._batch.slots.take_vacated(), swapping.take_copies()
-        self._drafts.vacate(vacated)
+        freed_slots, (swap_out, swap_in) = self._batch.slots.take_vacated(), swapping.take_copies()
+        self._drafts.vacate(freed_slots)
         look_ahead = self._forced.costs.look_ahead(
-            self._decoding + self._forced.jumps + drafts[0], bool(self._batch.prefilling)
+            self._decoding + self._forced.jumps + drafting, bool(self._batch.prefilling)
         )
-        loads, keep = self._adapters.take_loads(), self.checkpoints.issue()
         return StepPlan(
-            *(step, vacated, copies, starts, table_edits, slices, forks, poison, *swaps, look_ahead, loads, keep)
+            step,
+            freed_slots,
+            copies,
+            starts,
+            table_edits,
+            slices,
+            forks,
+            poison,
+            swap_out=swap_out,
+            swap_in=swap_in,
+            look_ahead=look_ahead,
+            adapters=self._adapters.take_loads(),
+            keep=self.checkpoints.issue(),
         )
 
     # ----------------------------------------------------------------------------------------------- one sequence

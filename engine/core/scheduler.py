@@ -325,7 +325,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """No request is open, and no step is in flight."""
-        return not self.requests and not self.batch.late
+        return not self.requests and not self.batch.steps_in_flight
 
     def live(self) -> Iterator[Sequence]:
         """Every sequence between accept() and its Finish."""

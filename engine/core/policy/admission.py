@@ -111,7 +111,7 @@ class Unlimited:
         return self._claimable() - (waiting.tokens // self._pool.block_size + len(waiting) + waiting.fork_blocks)
 
     def predicted_peak(self) -> int:
-        return self.forecast.peak(self._batch.holders(), self._batch.step, self._batch.late)
+        return self.forecast.peak(self._batch.holders(), self._batch.step, self._batch.steps_in_flight)
 
     def begin_starts(self) -> None:
         self.forecast.forget_demand()
@@ -120,7 +120,7 @@ class Unlimited:
         pass
 
     def judge_predictions(self, step: int) -> None:
-        self.forecast.watch(self._batch.holders(), step, self._batch.late)
+        self.forecast.watch(self._batch.holders(), step, self._batch.steps_in_flight)
 
     def _forecast(self, pool: BlockPool) -> AdmissionForecast:
         return AdmissionForecast(pool)
@@ -167,10 +167,10 @@ class PeakBound(Unlimited):
 
     def _start_fits(self, seq: Sequence) -> bool:
         hits, batch = self._allocation.cached_prefix(seq), self._batch
-        return self.forecast.fits(seq, hits, batch.holders(), batch.step + 1, batch.late)
+        return self.forecast.fits(seq, hits, batch.holders(), batch.step + 1, batch.steps_in_flight)
 
     def _would_fit(self, seq: Sequence, hits: list[int], holders: Iterable[Sequence]) -> bool:
-        return self.forecast.would_fit(seq, hits, holders, self._batch.step + 1, self._batch.late)
+        return self.forecast.would_fit(seq, hits, holders, self._batch.step + 1, self._batch.steps_in_flight)
 
 
 class Forecast(PeakBound):

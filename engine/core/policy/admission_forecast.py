@@ -22,7 +22,7 @@ WATCH_SLOTS = 16  # the blocks of a cohort are summed up again every 1 + sequenc
 
 
 class AdmissionForecast:
-    """Predicts the peak KV usage.  `holders`: the sequences that hold blocks.  `late`: number of steps in flight."""
+    """Predicts the peak KV usage.  `holders`: the sequences that hold blocks.  `in_flight`: steps in flight."""
 
     def __init__(self, pool: BlockPool, *, worst_case: bool = False) -> None:
         """`worst_case`: count every sequence at its maximum length."""
@@ -41,31 +41,31 @@ class AdmissionForecast:
         """Drop the demand summed up for the previous plan."""
         self._demand = None
 
-    def fits(self, seq: Sequence, hits: list[int], holders: Iterable[Sequence], step: int, late: int) -> bool:
+    def fits(self, seq: Sequence, hits: list[int], holders: Iterable[Sequence], step: int, in_flight: int) -> bool:
         """Return whether the predicted peak of all holders and `seq` fits the pool.  `hits`: cached blocks of `seq`.
 
         If it fits, `seq` counts as a holder until forget_demand()."""
         if self._demand is None:
             if step < self.ask_again:
                 return False
-            self._demand = self._of(holders, step, late)
-        bound = self._with(self._demand, seq, hits, late)
+            self._demand = self._of(holders, step, in_flight)
+        bound = self._with(self._demand, seq, hits, in_flight)
         if bound <= self._pool.total:
             self._peak, self._peak_step = bound, step - 1
             return True
         self.ask_again = step + 1 + self._rows // ASK_SLOTS
         return False
 
-    def would_fit(self, seq: Sequence, hits: list[int], holders: Iterable[Sequence], step: int, late: int) -> bool:
+    def would_fit(self, seq: Sequence, hits: list[int], holders: Iterable[Sequence], step: int, in_flight: int) -> bool:
         """Return whether the peak of any given `holders` and `seq` would fit the pool; stores nothing."""
-        return self._with(self._of(holders, step, late), seq, hits, late) <= self._pool.total
+        return self._with(self._of(holders, step, in_flight), seq, hits, in_flight) <= self._pool.total
 
-    def peak(self, holders: Iterable[Sequence], step: int, late: int) -> int:
+    def peak(self, holders: Iterable[Sequence], step: int, in_flight: int) -> int:
         """Return the predicted peak KV usage of the holders if no other sequence starts, in blocks.
 
         The value is a few steps old when many sequences run."""
         if step - self._peak_step > self._rows // PEAK_SLOTS:
-            self._peak, self._peak_step = self._of(holders, step, late).bound(), step
+            self._peak, self._peak_step = self._of(holders, step, in_flight).bound(), step
         return self._peak
 
     def predict_length(self, seq: Sequence) -> None:
@@ -85,7 +85,7 @@ class AdmissionForecast:
                 self.calibration.output(seq.predicted, produced, cap)
             self.lengths.record_output(seq.request.tenant, produced, ended)
 
-    def watch(self, holders: Iterable[Sequence], step: int, late: int) -> None:
+    def watch(self, holders: Iterable[Sequence], step: int, in_flight: int) -> None:
         """Compare the bound of the current cohort with the blocks that its members hold.  Call it in every step."""
         if step < self._look_again:
             return
@@ -95,30 +95,30 @@ class AdmissionForecast:
             members = [(seq, shared) for seq, _, shared in self._parts(holders, step, common)]
             if not members:
                 return
-            bound = self._of(holders, step, late).bound()
+            bound = self._of(holders, step, in_flight).bound()
             self._cohort = Cohort(members, len(common), bound, self._pool.block_size)
         if self._cohort.look(step):
             self.calibration.peak(self._cohort.bound, self._cohort.peak)
             self._cohort = None
         self._look_again = step + 1 + self._rows // WATCH_SLOTS
 
-    def _with(self, demand: Demand, seq: Sequence, hits: list[int], late: int) -> int:
+    def _with(self, demand: Demand, seq: Sequence, hits: list[int], in_flight: int) -> int:
         """Add `seq` and its siblings to a demand, and return the new bound.  `hits`: cached blocks of `seq`."""
-        late += self._later(demand, seq.known - len(hits) * self._pool.block_size)
-        self._expect(demand, seq, seq.known, len(hits) - self._pool.idle_among(hits), late)
+        in_flight += self._later(demand, seq.known - len(hits) * self._pool.block_size)
+        self._expect(demand, seq, seq.known, len(hits) - self._pool.idle_among(hits), in_flight)
         for sibling in seq.siblings:
             shared = -(-(seq.known + 1) // self._pool.block_size) - sibling.fork_blocks
-            self._expect(demand, sibling, seq.known, shared, late)
+            self._expect(demand, sibling, seq.known, shared, in_flight)
         return demand.bound()
 
-    def _of(self, holders: Iterable[Sequence], step: int, late: int) -> Demand:
+    def _of(self, holders: Iterable[Sequence], step: int, in_flight: int) -> Demand:
         """Sum up the demand of the holders from the end of `step` on."""
         demand, common = Demand(self._pool.block_size, CAUTION), set[int]()
         self._rows = 0
         for seq, tokens, shared in self._parts(holders, step, common):
             self._rows += 1
             later = self._later(demand, seq.known - seq.computed) if seq.state is State.PREFILLING else 0
-            self._expect(demand, seq, tokens, shared, late + later)
+            self._expect(demand, seq, tokens, shared, in_flight + later)
         demand.hold(len(common))
         return demand
 
@@ -146,7 +146,7 @@ class AdmissionForecast:
             for sibling in seq.siblings:
                 yield sibling, tokens, tokens // size
 
-    def _expect(self, demand: Demand, seq: Sequence, tokens: int, shared: int, late: int) -> None:
+    def _expect(self, demand: Demand, seq: Sequence, tokens: int, shared: int, in_flight: int) -> None:
         """Add a sequence with `tokens` tokens to a demand.  `shared`: number of its first blocks in other tables."""
         size = self._pool.block_size
         if self._worst_case:
@@ -157,4 +157,4 @@ class AdmissionForecast:
             lengths = self.lengths.lengths(request.tenant)
             demand.add(lengths, tokens - shared * size, produced, max(1, seq.limit - tokens))
         else:  # only its limit can end it; its last token is sampled, but its KV is never computed
-            demand.add_known(Held(tokens - shared * size, max(0, seq.limit - 1 - tokens) + late))
+            demand.add_known(Held(tokens - shared * size, max(0, seq.limit - 1 - tokens) + in_flight))
