@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from quire.engine.config import EngineConfig
 from quire.engine.core.plan import Sampler, Slice, Start, StepPlan
 from quire.engine.executor.base import StepError
+from quire.engine.executor.errors import UnsupportedModel
 from quire.engine.executor.loading import load
 from quire.engine.executor.models.hf import load_model
 from quire.engine.executor.worker import MOST_LOGPROBS
@@ -224,6 +225,11 @@ def test_a_failed_step_leaves_the_executor_usable(checkpoint: Checkpoint) -> Non
     executor.submit(StepPlan(6))
     assert (executor.collect().tokens, executor.collect().tokens) == before
     executor.close()
+
+
+def test_float32_is_refused_with_the_dtypes_that_a_gpu_computes(checkpoint: Checkpoint) -> None:
+    with pytest.raises(UnsupportedModel, match="choose --dtype bfloat16 or float16"):
+        llm(checkpoint("llama"), dtype="float32")
 
 
 def test_random_weights_need_no_weight_files(checkpoint: Checkpoint, tmp_path: Path) -> None:

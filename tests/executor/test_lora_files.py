@@ -6,15 +6,17 @@ import json
 import os
 import threading
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from quire.engine.adapters import patterns
+from quire.engine.adapters import files, patterns
 from quire.engine.adapters.config import AdapterConfig
 from quire.engine.adapters.errors import AdapterError
 from quire.engine.adapters.files import AdapterFile, digest_of, read_adapter
@@ -175,6 +177,24 @@ def test_the_gateway_refuses_by_header_and_agrees_on_the_digest(base: PreTrained
     weights(lambda data: data[:-1])(folder)
     with pytest.raises(AdapterError, match="truncated"):
         digest_of(folder)
+
+
+def test_no_page_is_zeroed_before_the_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeroing holds the interpreter, so no step could start meanwhile: 45 ms for an adapter of an 8B model."""
+    size, resident = 256 << 20, []
+    with open(tmp_path / files.WEIGHTS, "wb") as file:
+        file.truncate(size)
+
+    class Noting(FileIO):
+        def readinto(self, _: object) -> int:
+            resident.append(psutil.Process().memory_info().rss)
+            return 0
+
+    monkeypatch.setattr(files, "FileIO", Noting)
+    before = psutil.Process().memory_info().rss
+    with pytest.raises(AdapterError, match="changed"):
+        files._read(tmp_path / files.WEIGHTS, size)
+    assert resident[0] - before < size // 2
 
 
 def test_a_file_over_the_memory_is_not_read(base: PreTrainedModel, tmp_path: Path) -> None:

@@ -266,12 +266,3 @@ def test_a_step_with_adapters_allocates_nothing(
             engine.step()
     assert after == before
     engine.close()
-
-
-def test_a_model_in_float32_serves_the_base_alone(
-    checkpoint: Checkpoint, adapters: Callable[[str], list[Adapter]]
-) -> None:
-    """Its kernels take 16 bits.  A gateway refuses requests for adapters by what the engine says."""
-    engine = llm(checkpoint("llama"), dtype="float32")
-    assert not engine.executor.info.adapters
-    engine.close()
