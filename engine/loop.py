@@ -143,7 +143,7 @@ class Engine:
         draining = False
         while not (draining and self._may_leave()):
             draining = self.draining  # read before the turn, so that at least one turn reports it
-            at_once = self._idle and (draining or self.executor.catch_up())
+            at_once = self._idle and (draining or self.checks.awaited or self.executor.catch_up())
             self._run_canary(idle=self._idle and not at_once)
             self.turn(0.0 if at_once else IDLE_S if self._idle else FULL_S if self._outbox.full else 0.0)
 

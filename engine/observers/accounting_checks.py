@@ -1,10 +1,11 @@
 """Accounting checks: full checks of the block accounting, when the engine becomes idle, every 10 s while it is busy,
 and on demand.
 
-A full check visits every block and every block table, which takes tens of milliseconds for the KV cache of a large GPU.
-So a busy engine runs it every BUSY_EVERY_S seconds, or less often if checks would take more than MOST_SHARE of the
-time.  An accounting error is always a bug: a leak reduces the capacity until a restart, and a double free lets two
-sequences write into one block, which would mix two clients' answers.
+A full check visits every block and every block table, which takes 0.1 s for the KV cache of a large GPU.  So a turn
+runs one part of it (core/accounting.py), and no token waits longer than for a part.  A busy engine begins a check every
+BUSY_EVERY_S seconds, or less often if checks would take more than MOST_SHARE of the time.  An accounting error is
+always a bug: a leak reduces the capacity until a restart, and a double free lets two sequences write into one block,
+which would mix two clients' answers.
 """
 
 from __future__ import annotations
@@ -36,22 +37,31 @@ class AccountingChecks:
         self._core, self._clock = core, clock
         self._due_at = clock() + BUSY_EVERY_S  # monotonic seconds of the next check of a busy engine
         self._each_turn, self._stop = config.check_books, config.bad_books == "stop"
-        self._checked = False  # whether the accounting was checked since the engine became idle
+        self._checked = False  # whether a check has begun since the engine became idle
+        self._under_way = False  # whether some parts of a check have run, and others have not
+        self._spent_s = 0.0  # seconds that the parts of the check under way took
         self._alarm_at = 0.0  # monotonic seconds before which errors are not logged again
         self._requests: deque[Future[str]] = deque()  # checks requested by other threads
+        self._answers: list[Future[str]] = []  # requests that the check under way answers
         self.fatal: AccountingError | None = None  # an error after which the engine must report its load and end
 
     def observe(self, record: TurnRecord) -> None:
-        """Run a check if one is due.  Never raises; see `fatal`."""
+        """Run the next part of a check, or the first one if a check is due.  Never raises; see `fatal`."""
         settled = record.idle and record.was_idle and not record.orders and not self._checked
-        requests = [self._requests.popleft() for _ in range(len(self._requests))]
         due = not record.idle and self._clock() >= self._due_at
-        if self._each_turn or settled or due or requests:
-            found = self._check()
+        if not self._answers and self._requests:  # their check begins after them, with the first part
+            self._answers = [self._requests.popleft() for _ in range(len(self._requests))]
+            self._core.auditor.restart()
+            self._under_way = True
+        if self._each_turn or settled or due or self._under_way:
             self._checked = True
-            for request in requests:
-                request.set_result(found)
+            self._run(self._core.auditor.whole if self._each_turn else self._core.auditor.part)
         self._checked &= record.idle
+
+    @property
+    def awaited(self) -> bool:
+        """Whether another thread waits for a check, so that an idle engine must not wait for orders between parts."""
+        return bool(self._answers or self._requests)
 
     def request_check(self) -> str:
         """Let the loop run a check after its current turn, and wait for it.  Returns the error; "": none.
@@ -61,25 +71,34 @@ class AccountingChecks:
         self._requests.append(request)
         return request.result(PATIENCE_S)
 
-    def _check(self) -> str:
-        began = self._clock()
+    def _run(self, check: Callable[[], bool | None]) -> None:
+        """Run a part of a check, or all of it.  `check` returns False if parts are left."""
+        began, found = self._clock(), ""
         try:
-            self._core.auditor.whole()
+            self._under_way = check() is False
         except AccountingError as error:
-            totals = self._core.report.totals
-            if isinstance(error, Leak):
-                totals.leaks += 1
-            elif isinstance(error, DoubleFree):
-                totals.double_frees += 1
-            else:
-                totals.other_alarms += 1
-            if (now := time.monotonic()) >= self._alarm_at:
-                log.error("the block accounting does not balance, which is a bug: %s", error)
-                self._alarm_at = now + ALARM_S
-            if self._stop:
-                self.fatal = error
-            return str(error)
-        finally:
-            now = self._clock()
-            self._due_at = now + max(BUSY_EVERY_S, (now - began) / MOST_SHARE)
-        return ""
+            self._under_way, found = False, str(error)
+            self._alarm(error)
+        now = self._clock()
+        self._spent_s += now - began
+        self._due_at = now + max(BUSY_EVERY_S, self._spent_s / MOST_SHARE)
+        if not self._under_way:
+            self._spent_s = 0.0
+            for request in self._answers:
+                request.set_result(found)
+            self._answers = []
+
+    def _alarm(self, error: AccountingError) -> None:
+        """Count and log an accounting error."""
+        totals = self._core.report.totals
+        if isinstance(error, Leak):
+            totals.leaks += 1
+        elif isinstance(error, DoubleFree):
+            totals.double_frees += 1
+        else:
+            totals.other_alarms += 1
+        if (now := time.monotonic()) >= self._alarm_at:
+            log.error("the block accounting does not balance, which is a bug: %s", error)
+            self._alarm_at = now + ALARM_S
+        if self._stop:
+            self.fatal = error

@@ -18,7 +18,8 @@ freely.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from itertools import compress
 
 ROUNDS = 16  # maximum extra rounds of a block after its last use
 MOST_MOVES = 1_024  # maximum blocks that one eviction moves to the end, about 0.1 ms
@@ -108,12 +109,9 @@ class FairEviction:
 
     def check(self, digests: list[bytes | None]) -> str:
         """Compare the counts with the cached blocks.  Returns an error text; "": the counts are right."""
-        counts: dict[str, int] = {}
-        for block, digest in enumerate(digests):
-            if digest is not None:
-                counts[self._of[block]] = counts.get(self._of[block], 0) + 1
+        counts = Counter(compress(self._of, digests))
         noted = {tenant: owner.count for tenant, owner in self._tenants.items()}
-        return "" if counts == noted and self._count == sum(counts.values()) else f"{noted} cached blocks, not {counts}"
+        return "" if counts == noted and self._count == counts.total() else f"{noted} cached blocks, not {dict(counts)}"
 
     def _remember(self, digest: bytes) -> None:
         self._evicted[digest] = None
