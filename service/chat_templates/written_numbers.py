@@ -5,6 +5,9 @@
 
 Python's JSON loses the spelling of `1e400` (infinite), `1.50`, `-0` and integers of thousands of digits.  So each such
 number is replaced by a random number before rendering, and the random number by the original text afterwards.
+
+A model may write an argument twice.  Python's JSON keeps only the last one, so a template would not show the others.
+So the key of each other one gets a random suffix before rendering, which is removed afterwards.
 """
 
 from __future__ import annotations
@@ -37,9 +40,31 @@ class Written(float):
         return self.text if self in (float("inf"), float("-inf")) else float(self)
 
 
+class Repeated(str):
+    """A key that occurs again later in its object.  It equals no other key, so that a dict has both members."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
+
 def read(text: str) -> Any:
-    """Parse JSON, keeping the spelling of numbers.  Raises ValueError and RecursionError."""
-    return json.loads(text, parse_int=_whole, parse_float=_float)
+    """Parse JSON, keeping the spelling of numbers and members whose key is repeated.
+
+    Looking up a key returns the last of its values.  Raises ValueError and RecursionError."""
+    return json.loads(text, parse_int=_whole, parse_float=_float, object_pairs_hook=_members)
+
+
+def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    last = {key: at for at, (key, _) in enumerate(pairs)}
+    if len(last) == len(pairs):
+        return dict(pairs)
+    return {key if last[key] == at else Repeated(key): value for at, (key, value) in enumerate(pairs)}
 
 
 def _whole(text: str) -> int | Written:
@@ -53,7 +78,7 @@ def _float(text: str) -> float:
 def written(value: Any) -> str:
     """Return a value as JSON text, with the original spelling of numbers."""
     numbers = _Numbers()
-    text = json.dumps(_mapped(value, numbers.stand_in), ensure_ascii=False)
+    text = json.dumps(_mapped(value, numbers.stand_in, numbers.unique), ensure_ascii=False)
     return numbers.revealed(text) or json.dumps(value, ensure_ascii=False)
 
 
@@ -63,7 +88,11 @@ def rendered(messages: list[dict[str, Any]], render: Callable[[list[dict[str, An
     If the template itself changes one of the numbers, all numbers get Python's spelling."""
     numbers = _Numbers()
     text = numbers.revealed(render(numbers.placed(messages)))
-    return render(_in_calls(messages, lambda number: number.plain)) if text is None else text
+    if text is not None:
+        return text
+    keys = _Numbers()
+    plain = render(_in_calls(messages, lambda number: number.plain, keys.unique))
+    return keys.revealed(plain) or plain
 
 
 class _Numbers:
@@ -71,10 +100,16 @@ class _Numbers:
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}  # placeholder number -> text of the number that it stands for
+        self._suffix, self._keys = f"q{secrets.token_hex(8)}q", 0  # of repeated keys; number of such keys
 
     def placed(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages in which each Written number of a tool call is replaced by a random number."""
-        return _in_calls(messages, self.stand_in)
+        """Return messages whose tool calls have random numbers for Written ones, and suffixes at repeated keys."""
+        return _in_calls(messages, self.stand_in, self.unique)
+
+    def unique(self, key: Repeated) -> str:
+        """Return a key that no other member of its object has."""
+        self._keys += 1
+        return f"{key}{self._suffix}{self._keys}q"
 
     def stand_in(self, number: Written) -> float:
         """Return a random number as the placeholder of `number`."""
@@ -86,6 +121,8 @@ class _Numbers:
 
     def revealed(self, text: str) -> str | None:
         """Replace placeholders in a rendered text by the original numbers; None if the template changed one."""
+        if self._keys:
+            text = re.sub(rf"{self._suffix}\d+q", "", text)
         if not self._texts:
             return text
         found: set[str] = set()
@@ -100,13 +137,21 @@ class _Numbers:
         return revealed if len(found) == len(self._texts) else None
 
 
-def _in_calls(messages: list[dict[str, Any]], of: Callable[[Written], Any]) -> list[dict[str, Any]]:
-    return [{**one, "tool_calls": _mapped(one["tool_calls"], of)} if "tool_calls" in one else one for one in messages]
+def _in_calls(
+    messages: list[dict[str, Any]], of: Callable[[Written], Any], key_of: Callable[[Repeated], str] = str
+) -> list[dict[str, Any]]:
+    return [
+        {**one, "tool_calls": _mapped(one["tool_calls"], of, key_of)} if "tool_calls" in one else one
+        for one in messages
+    ]
 
 
-def _mapped(value: Any, of: Callable[[Written], Any]) -> Any:
+def _mapped(value: Any, of: Callable[[Written], Any], key_of: Callable[[Repeated], str]) -> Any:
     if isinstance(value, Written):
         return of(value)
     if isinstance(value, dict):
-        return {key: _mapped(inner, of) for key, inner in value.items()}
-    return [_mapped(inner, of) for inner in value] if isinstance(value, list) else value
+        return {
+            key_of(key) if isinstance(key, Repeated) else key: _mapped(inner, of, key_of)
+            for key, inner in value.items()
+        }
+    return [_mapped(inner, of, key_of) for inner in value] if isinstance(value, list) else value

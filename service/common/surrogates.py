@@ -26,7 +26,7 @@ TEXT_ESCAPES = re.compile(ESCAPES.pattern.decode(), re.S)
 def without_surrogates(value: Any) -> Any:
     """Return a JSON value with U+FFFD in place of lone surrogates, also in keys.  May raise RecursionError."""
     if isinstance(value, str):
-        return value if value.isascii() else HALVES.sub(REPLACEMENT, value)
+        return value if value.isascii() or not HALVES.search(value) else HALVES.sub(REPLACEMENT, value)
     if isinstance(value, dict):
         return {without_surrogates(key): without_surrogates(inner) for key, inner in value.items()}
     return [without_surrogates(inner) for inner in value] if isinstance(value, list) else value

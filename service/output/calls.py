@@ -14,7 +14,7 @@ from quire.service.output.argument_types import Tools
 from quire.service.output.json_repair import repaired
 from quire.service.output.lenient_json import Event, JsonReader
 from quire.service.output.markers import Markers
-from quire.service.output.notations import Notation
+from quire.service.output.notations import OTHER_ARGUMENTS, Notation
 
 _BESIDE = "id|type|index|tool_call_id"  # keys of a call object that are ignored
 BESIDE = frozenset(_BESIDE.split("|"))
@@ -138,6 +138,7 @@ def _call_of(members: list[tuple[str, str]], notation: Notation) -> list[CallPar
     if not names or sum(key == names[0][0] for key, _ in members) > 1:
         return None
     every = [(one, arguments_of(one[1])) for key in notation.arguments for one in members if one[0] == key]
+    every = [(one, arguments) for one, arguments in every if one[0] not in OTHER_ARGUMENTS or arguments]
     filled = [(one, arguments) for one, arguments in every if arguments not in ("", "{}")]
     used = [names[0], *(one for one, arguments in every if arguments in ("", "{}")), *(one for one, _ in filled[:1])]
     name, arguments = (string_of(names[0][1]) or "").strip(), filled[0][1] if filled else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 from quire.service.output.calls import (
@@ -18,6 +19,7 @@ from quire.service.output.calls import (
     string_of,
 )
 from quire.service.output.lenient_json import Event, JsonReader
+from quire.service.output.notations import OTHER_ARGUMENTS, OTHER_NAMES
 
 _BEFORE_KEY = " \t\r\n{,;"  # characters that may stand before a key of an object
 _NOTHING = re.compile(r"\s*(\{\s*\}|\[\s*\]|null|\"\s*\")?\s*")  # empty arguments
@@ -263,7 +265,10 @@ class _JsonCall:
             self._beside.append(member)
         if self._json.depth == 1:
             self._json.watch = 1
-        if slot == "arguments":
+        if slot == "arguments" and self._json.key in OTHER_ARGUMENTS and not arguments_of("".join(self._arguments)):
+            self._keep_beside("".join(self._arguments))
+            self._arguments = []
+        elif slot == "arguments":
             self._complete, self._json.strict, self._json.loosens = True, True, False
             self._filled = _NOTHING.fullmatch("".join(self._arguments)) is None
         elif slot in ("name", "function"):
@@ -273,9 +278,16 @@ class _JsonCall:
                 if not self._name or (self._notation.bare and self._tools and self._name not in self._tools):
                     return False
                 self._try_commit()
+            elif slot == "name" and self._json.key in OTHER_NAMES:
+                self._keep_beside("".join(self._collected))
             elif slot == "name":
                 return False
         return True
+
+    def _keep_beside(self, value: str) -> None:
+        """Keep the member that was just read, since it turned out not to belong to the call."""
+        self._extra = True
+        self._beside.append(f"{json.dumps(self._json.key, ensure_ascii=False)}: {value.strip()}")
 
 
 class _JsonList:

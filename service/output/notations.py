@@ -4,6 +4,7 @@
 
 The data file `response_templates.json` extends transformers' schema.  Additional keys of a field of calls:
 
+    alone          pattern of an opening marker without a call, which is dropped after a call
     also           list of further notations; each has its own markers, and inherits the field's other keys
     bare           calls without an opening marker: "open"; "closed" if a closing marker or the answer's end must follow
     names, arguments   additional keys for the name and the arguments
@@ -34,12 +35,15 @@ from quire.service.output.lenient_json import Dialect
 # Names of a response template's fields.  A field that is not listed is content, so that no text is dropped.
 KINDS = {"reasoning_content": "reasoning", "reasoning": "reasoning", "thinking": "reasoning", "tool_calls": "calls"}
 EXTENDED = (
-    "also", "bare", "drop", "names", "arguments", "keyed", "argument", "hides_markers", "example", "call_id", "tag",
+    "alone", "also", "bare", "drop", "names", "arguments", "keyed", "argument", "hides_markers", "example", "call_id", "tag",
 )  # fmt: skip
 _PLACE = re.compile(r"\{(\w+)(?:\.(\w+))?\}")
 _VALUE = "(?P<value>.*?)"
 SHOWN = "(?P<shown>"
 NAMES, ARGUMENTS = ("name",), ("arguments", "parameters")
+# Keys that some models write instead.  They count only with a name or with an object as their value.
+OTHER_NAMES = ("tool_name", "function_name", "tool")
+OTHER_ARGUMENTS = ("args", "input", "params", "tool_input", "kwargs")
 
 
 class Anchor(msgspec.Struct, frozen=True, eq=False):
@@ -63,10 +67,11 @@ class Notation(msgspec.Struct, frozen=True, eq=False):
 
     open: Anchor
     close: Anchor | None = None
+    alone: Anchor | None = None  # an opening marker without a call
     body: str = "json"  # key of `call_readers.READERS`
     captured: str = ""  # group of the opening marker's pattern that contains the name; "": none
-    names: tuple[str, ...] = NAMES
-    arguments: tuple[str, ...] = ARGUMENTS
+    names: tuple[str, ...] = NAMES + OTHER_NAMES
+    arguments: tuple[str, ...] = ARGUMENTS + OTHER_ARGUMENTS
     inner: bool = False
     keyed: bool = False
     bare: str = ""
@@ -165,7 +170,7 @@ def _notations(described: dict[str, Any], name: str) -> Iterator[Notation]:
                 whole.pop(key, None)
                 whole.pop(f"{key}_pattern", None)
         if one:
-            for key in ("bare", "keyed", "hides_markers"):
+            for key in ("alone", "bare", "keyed", "hides_markers"):
                 whole.pop(key, None)
         whole |= one
         spec = _load({**described, "fields": {name: _plain(whole)}}).fields[name]
@@ -180,6 +185,7 @@ def _notation(field: dict[str, Any], spec: Any) -> Notation:
     common: dict[str, Any] = {
         "open": _opening(spec),
         "close": _closing(spec),
+        "alone": Anchor(_pattern(field["alone"]), grows=True) if "alone" in field else None,
         "keyed": field.get("keyed", False),
         "bare": field.get("bare", ""),
         "hides_markers": field.get("hides_markers", False),
@@ -187,8 +193,8 @@ def _notation(field: dict[str, Any], spec: Any) -> Notation:
     }
     if shape is not None:
         common["captured"], common["inner"] = shape[0], bool(shape[0] and shape[2])
-        common["names"] = _unique([shape[1], *field.get("names", []), *NAMES])
-        common["arguments"] = _unique([shape[2], *field.get("arguments", []), *ARGUMENTS])
+        common["names"] = _unique([shape[1], *field.get("names", []), *NAMES, *OTHER_NAMES])
+        common["arguments"] = _unique([shape[2], *field.get("arguments", []), *ARGUMENTS, *OTHER_ARGUMENTS])
     tags = _tags(field)
     if shape is not None and body == "json" and not args.get("allow_non_json"):
         dialect = Dialect(tuple((begin, end) for begin, end in args.get("string_delims", [])))

@@ -23,7 +23,12 @@ class Watches:
         drop = [_marker("drop", anchor) for anchor in template.drop]
         regions = [_marker("region", field.open, field) for field in template.fields]
         calling = [_marker("call", one.open, one) for one in self.notations]
-        stray = [_marker("stray", one.close, one) for one in self.notations if one.close is not None]
+        stray = [
+            _marker("stray", anchor, one, empty=False)
+            for one in self.notations
+            for anchor in (one.close, one.alone)
+            if anchor is not None
+        ]
         closed = [
             _marker("closed", field.close, empty=False)
             for field in template.fields

@@ -142,3 +142,15 @@ def test_a_template_that_computes_gets_numbers_of_its_own(tmp_path: Path) -> Non
     )
     assert template != TOOLS_TEMPLATE
     assert '"arguments": 3.0}' in prompt(tokenizer_of(tmp_path, template), '{"n": 1.50}')
+
+
+@pytest.mark.parametrize("literal", [True, False])
+@pytest.mark.parametrize("key", ["a", "é", "<|im_end|>"])
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_an_argument_that_was_written_twice_is_shown_twice(tmp_path: Path, name: str, key: str, literal: bool) -> None:
+    """A program that parses the arguments gets the last value, as from any JSON; the model sees all it wrote."""
+    tokenizer = tokenizer_of(tmp_path, TEMPLATES[name][0], literal_content=literal)
+    if not tokenizer.chat.dialect.calls:
+        return
+    text = prompt(tokenizer, f'{{"{key}": "first", "b": 1, "{key}": ["second", {{"x": "third", "x": "fourth"}}]}}')
+    assert [word for word in ("first", "second", "third", "fourth") if word not in text] == []

@@ -636,7 +636,7 @@ def test_text_in_which_no_marker_can_begin_is_not_searched(name: str, monkeypatc
         call = [opening, '{"name": "f", "arguments": {"a": [', *rest, "0]}}", "</tool_call>"]
         [(_, arguments)] = read(name, call).calls
         assert len(json.loads(arguments)["a"]) == 501
-        assert len([text for text in searched if text]) == 1
+        assert len([text for text in searched if text]) <= 2  # at the opening marker, and at what follows it
 
 
 @pytest.mark.parametrize("pattern", ["(?<=b)a", r"\Ba", "a(?=b)|<a"])
