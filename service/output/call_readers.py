@@ -48,6 +48,8 @@ class PythonCalls(SteppedCalls):
         match, pending = self._context.ends.at(text, at, final=bool(end))
         if pending:
             return at, Status.MORE
+        if match is not None and self._first and match.marker.field is self._context.notation:
+            return match.found.end(), None  # the model wrote the opening marker twice
         kind = match.marker.kind if match is not None else ""
         if match is not None and kind == "name" and (self._first or self._context.parallel):
             if not self._first and self.committed:

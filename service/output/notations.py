@@ -35,7 +35,8 @@ from quire.service.output.lenient_json import Dialect
 # Names of a response template's fields.  A field that is not listed is content, so that no text is dropped.
 KINDS = {"reasoning_content": "reasoning", "reasoning": "reasoning", "thinking": "reasoning", "tool_calls": "calls"}
 EXTENDED = (
-    "alone", "also", "bare", "drop", "names", "arguments", "keyed", "argument", "hides_markers", "example", "call_id", "tag",
+    "alone", "also", "bare", "drop", "names", "arguments", "keyed", "argument", "hides_markers", "example", "call_id",
+    "tag",
 )  # fmt: skip
 _PLACE = re.compile(r"\{(\w+)(?:\.(\w+))?\}")
 _VALUE = "(?P<value>.*?)"

@@ -95,8 +95,8 @@ class RegionReader:
     """Cuts the text of one answer into regions, as it arrives."""
 
     __slots__ = (
-        "_at", "_broken", "_call", "_clear", "_draft", "_drafted", "_notation", "_parallel", "_raw", "_tail",
-        "_text", "_tools", "_watches", "_zero", "ended", "out",
+        "_at", "_broken", "_call", "_clear", "_draft", "_drafted", "_fenced", "_notation", "_parallel", "_raw",
+        "_tail", "_text", "_tools", "_watches", "_zero", "ended", "out",
     )  # fmt: skip
 
     def __init__(self, watches: Watches, reading: Reading) -> None:
@@ -112,6 +112,7 @@ class RegionReader:
         self._call: CallReader | None = None
         self._notation: Notation | None = None
         self._raw: list[str] | None = None  # text of the open call while it may become content, else None
+        self._fenced = False  # the last call began with a code fence
         self._broken = False  # the next closing marker belongs to a call that became content
         self._draft: list[str] | None = None  # text of calls within the reasoning
         self._drafted: list[CallPart] = []  # parts of these calls
@@ -232,6 +233,8 @@ class RegionReader:
             return self.out.after_marker
         if kind == "stray":
             return self.out.calls > 0
+        if kind == "fence":
+            return self._fenced and self.out.after_call
         if kind == "closed":  # a second marker that closes the reasoning
             return self.out.after_marker or self.out.empty
         if kind != "call" or not notation.bare:
@@ -247,6 +250,8 @@ class RegionReader:
     def _enter(self, match: Match) -> None:
         """Continue after a marker."""
         kind, text = match.marker.kind, match.found[0]
+        if kind != "stray":
+            self._fenced = kind != "fence" and (text.startswith("```") or (self._fenced and self.out.after_marker))
         if kind == "stray" and self._broken:
             self._broken = False
             self.out.add_marker(text)
@@ -305,7 +310,7 @@ class RegionReader:
         self._call, self._raw = None, None
         if raw is None or notation is None:  # the call was emitted; only the text after it is broken
             self.out.after_call = self.out.after_marker = True
-        elif self.out.calls and notation.holds_nothing("".join(raw[1:])):
+        elif self.out.calls and not notation.captured and notation.holds_nothing("".join(raw[1:])):
             self._end_call()
         elif notation.hides_markers:
             self.out.break_call("".join(raw[1:]), raw=False)

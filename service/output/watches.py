@@ -22,7 +22,9 @@ class Watches:
         self.template, self.notations = template, template.notations if calls else []
         drop = [_marker("drop", anchor) for anchor in template.drop]
         regions = [_marker("region", field.open, field) for field in template.fields]
-        calling = [_marker("call", one.open, one) for one in self.notations]
+        calling = [Marker("call", _in_fence(one.open), one, one.open.grows) for one in self.notations]
+        fence = [Marker("fence", regex.compile(r"```\s*"))] if calling else []
+        dropped = [Marker("drop", _in_fence(one), grows=one.grows) for one in template.drop] if calling else drop
         stray = [
             _marker("stray", anchor, one, empty=False)
             for one in self.notations
@@ -34,7 +36,7 @@ class Watches:
             for field in template.fields
             if field.kind == "reasoning" and field.close is not None
         ]
-        self.outside = Markers([*calling, *regions, *drop, *stray, *closed])
+        self.outside = Markers([*calling, *regions, *dropped, *stray, *closed, *fence])
         marked = [_marker("call", one.open, one) for one in self.notations if not one.bare]
         self.drafts = Markers([*marked, *drop, *stray])
         self.within: dict[Field, Markers] = {}
@@ -74,6 +76,15 @@ class Watches:
 
 def _marker(kind: str, anchor: Anchor, field: Any = None, **more: bool) -> Marker:
     return Marker(kind, anchor.pattern, field, anchor.grows, **more)
+
+
+def _in_fence(anchor: Anchor) -> Any:
+    """Return a marker's pattern with an optional line before it that opens a code fence, such as "```xml".
+
+    A fence without a word may be the end of code before the marker."""
+    import regex
+
+    return regex.compile(rf"(?:```\w+[ \t]*\r?\n\s*)?(?:{anchor.pattern.pattern})", anchor.pattern.flags)
 
 
 def _unnamed(pattern: str) -> str:

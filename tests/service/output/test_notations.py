@@ -19,6 +19,7 @@ from quire.service.output.argument_types import ArgumentText, Tools, reduced, ty
 from quire.service.output.json_repair import WHOLE_CHARS, Repair, repaired
 from quire.service.output.lenient_json import Event, JsonReader
 from quire.service.output.regions import Reading, ResponseTemplate, find, known
+from tests.system.chaos.near_calls import FAMILIES, near_calls
 
 TEMPLATES = {name: ResponseTemplate(described) for name, described in known().response_templates.items()}
 PROPERTIES: dict[str, Any] = {
@@ -180,6 +181,19 @@ WRITTEN: list[tuple[str, str, str, str, list[Any]]] = [
     ("an opening marker after the call", "mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]', "", [PARIS]),
     ("an opening marker after the call", "gemma4", '<|tool_call>call:weather{city:<|"|>Paris<|"|>}<tool_call|><|tool_call>', "", [PARIS]),
     ("text after an opening marker after the call", "function-tags", "<tool_call>\n<function=time>\n</function>\n</tool_call><tool_call>ok", "<tool_call>ok", [("time", {})]),
+    ("in a code fence", "glm", "Look:\n```xml\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>\n<tool_call>time\n</tool_call>\n```\nDone", "Look:Done", [PARIS, ("time", {})]),
+    ("in a code fence, with markers around", "deepseek-v3.1", '```json\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Paris"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>\n```', "", [PARIS]),
+    ("after code", "hermes", f"```python\nx = 1\n```\n<tool_call>{HERMES_CALL}</tool_call>\n```\nend", "```python\nx = 1\n``````\nend", [PARIS]),
+    ("code before the end", "harmony", "<|channel|>final<|message|>```py\nx = 1\n```<|return|>", "```py\nx = 1\n```", []),
+    ("the opening marker twice", "lfm2", '<|tool_call_start|><|tool_call_start|>[weather(city="Paris")]<|tool_call_end|>', "", [PARIS]),
+    ("the opening marker twice", "gemma4", '<|tool_call><|tool_call>call:weather{city:<|"|>Paris<|"|>}<tool_call|>', "", [PARIS]),
+    ("the opening marker twice", "mistral", '[TOOL_CALLS][TOOL_CALLS]weather[ARGS]{"city": "Paris"}', "", [PARIS]),
+    ("the opening marker twice", "seed-oss", "<seed:tool_call><seed:tool_call>\n<function=time>\n</function>\n</seed:tool_call>", "", [("time", {})]),
+    ("line ends of Windows", "function-tags", "<tool_call>\r\n<function=weather>\r\n<parameter=city>\r\nParis\r\n</parameter>\r\n</function>\r\n</tool_call>", "", [PARIS]),
+    ("line ends of Windows", "functionary-v3.2", '>>>all\r\nI look.>>>weather\r\n{"city": "Paris"}', "I look.", [PARIS]),
+    ("no line ends", "deepseek", '<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather```json{"city": "Paris"}```<｜tool▁call▁end｜>', "", [PARIS]),
+    ("a channel of another name", "harmony", "<|channel|>analysisword<|message|>Hi", "analysiswordHi", []),
+    ("a name and no more after the call", "deepseek", '<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city": "Paris"}\n```<｜tool▁call▁end｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>w', "<｜tool▁call▁begin｜>function<｜tool▁sep｜>w", [PARIS]),
     ("positions, no names", "lfm2", '<|tool_call_start|>[weather("Paris")]<|tool_call_end|>', '<|tool_call_start|>[weather("Paris")]<|tool_call_end|>', []),
 ]  # fmt: skip
 
@@ -189,6 +203,14 @@ WRITTEN: list[tuple[str, str, str, str, list[Any]]] = [
 )
 def test_a_call_that_is_almost_in_its_notation(name: str, text: str, content: str, calls: list[Any]) -> None:
     assert says(name, text) == (content, "", calls)
+
+
+def test_calls_almost_in_the_notation_of_every_family_are_read_alike_however_they_are_cut() -> None:
+    """A sample of `make chaos ARGS='near-calls'`."""
+    assert set(FAMILIES) == {name for name, template in TEMPLATES.items() if template.has_calls}
+    found, failures = near_calls(answers=400, seed=36)
+    assert not failures
+    assert found["fits"] == 400
 
 
 MARKED = {

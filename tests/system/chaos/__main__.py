@@ -9,6 +9,7 @@
     python -m tests.system.chaos answers [--cases 500] [--seed 1]           hostile answers: does a gateway stall?
     python -m tests.system.chaos histories [--requests 100000] [--seed 1]   histories on many chat templates
     python -m tests.system.chaos returned [--answers 20000] [--seed 1]      answers, sent back as histories
+    python -m tests.system.chaos near-calls [--answers 50000] [--seed 1]    calls almost in the notation of a family
     python -m tests.system.chaos same-tokens [--requests 500] [--kills 3]   one digest of all tokens: see same_tokens.py
     python -m tests.system.chaos schemas [--draws 2000] [--seed 1]          structured output: see schemas.py
     python -m tests.system.chaos kills [--kills 100] [--model demo]         a computing engine, killed: see kills.py
@@ -38,6 +39,7 @@ from tests.system.chaos import (
     fuzz,
     histories,
     kills,
+    near_calls,
     requests,
     returned,
     rolling,
@@ -55,6 +57,7 @@ OTHERS: dict[str, Any] = {
     "answers": answers,
     "histories": histories,
     "returned": returned,
+    "near-calls": near_calls,
     "same-tokens": same_tokens,
     "schemas": schemas,
     "kills": kills,
