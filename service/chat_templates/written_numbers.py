@@ -100,7 +100,7 @@ class _Numbers:
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}  # placeholder number -> text of the number that it stands for
-        self._suffix, self._keys = f"q{secrets.token_hex(8)}q", 0  # of repeated keys; number of such keys
+        self._suffix, self._keys = f"q{secrets.token_hex(8)}q", 0  # suffix and number of repeated keys
 
     def placed(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return messages whose tool calls have random numbers for Written ones, and suffixes at repeated keys."""
