@@ -14,11 +14,12 @@ import asyncio
 import json
 import random
 import statistics
-from collections import OrderedDict, deque
+from collections import deque
 from typing import Any
 
 import msgspec
 
+from quire.engine.adapters.kept import KeptAdapters
 from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.engine.core.blocks import BlockPool, HostPool
 from quire.engine.core.limits import Outputs
@@ -42,7 +43,8 @@ class AdapterEngine(_Engine):
         self.core = Scheduler(BlockPool(blocks, BLOCK), limits, HostPool())
         self.held = HeldPrefixes(self.core.pool, self)
         self._run = run
-        self._loaded: OrderedDict[str, None] = OrderedDict()  # the least recently used first
+        self._loaded: set[str] = set()
+        self._kept = KeptAdapters()  # loaded adapters without holders
         self._holders: dict[str, set[str]] = {}
         self._adapter_of: dict[str, str] = {}
         self._gated: dict[str, list[Generate]] = {}  # by adapter
@@ -58,8 +60,9 @@ class AdapterEngine(_Engine):
         adapter = request.adapter
         self._holders.setdefault(adapter, set()).add(request.id)
         self._adapter_of[request.id] = adapter
+        self._kept.note_use(adapter)
+        self._kept.remove(adapter)
         if adapter in self._loaded:
-            self._loaded.move_to_end(adapter)
             self.core.accept(request)
             return
         if adapter not in self._gated:
@@ -72,10 +75,9 @@ class AdapterEngine(_Engine):
         if self._loading or not self._queue:
             return
         if len(self._loaded) >= self._run.kept:
-            victim = next((one for one in self._loaded if not self._holders.get(one)), None)
-            if victim is None:
+            if not self._kept:
                 return
-            del self._loaded[victim]
+            self._loaded.remove(victim := self._kept.pop())
             self.put_prefixes([], [adapter_digest(victim)])
         self._loading = self._queue.popleft()
         self._run.at(self._run.now + self._run.load_s, self.end_load)
@@ -83,7 +85,7 @@ class AdapterEngine(_Engine):
     def end_load(self) -> Any:
         adapter, self._loading = self._loading, ""
         self.loads += 1
-        self._loaded[adapter] = None
+        self._loaded.add(adapter)
         self.put_prefixes([adapter_digest(adapter)], [])
         for request in self._gated.pop(adapter):
             self.core.accept(request)
@@ -93,7 +95,10 @@ class AdapterEngine(_Engine):
     def take(self, outputs: Outputs) -> list[Delta]:
         found = super().take(outputs)
         for request_id in outputs.finished:
-            self._holders[self._adapter_of.pop(request_id)].discard(request_id)
+            adapter = self._adapter_of.pop(request_id)
+            self._holders[adapter].discard(request_id)
+            if not self._holders[adapter]:
+                self._kept.add(adapter)
         self.next_load()
         return found
 

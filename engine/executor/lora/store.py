@@ -21,6 +21,7 @@ from pathlib import Path
 from quire.engine.adapters.counts import AdapterCounts
 from quire.engine.adapters.errors import AdapterError, AdapterMissing, one_line
 from quire.engine.adapters.files import WEIGHTS, AdapterFile, read_adapter
+from quire.engine.adapters.kept import KeptAdapters
 from quire.engine.adapters.names import digest_part
 from quire.engine.executor.lora.packing import PackedAdapter
 
@@ -70,7 +71,7 @@ class AdapterStore:
         self._adapters: dict[str, Adapter] = {}  # adapters by key
         self._by_request: dict[str, Adapter] = {}
         self._loaded: dict[str, PackedAdapter] = {}  # packed adapters by adapter id
-        self._kept: OrderedDict[str, None] = OrderedDict()  # keys without holders, least recently used first
+        self._kept = KeptAdapters()  # keys of loaded adapters without holders
         self._refused: OrderedDict[str, str] = OrderedDict()  # key -> why its files cannot be served
         self._queue: deque[Adapter] = deque()
         self._finished: deque[str] = deque()
@@ -98,7 +99,8 @@ class AdapterStore:
                     self._start()
             adapter.holders.add(request_id)
             self._by_request[request_id] = adapter
-            self._kept.pop(text, None)
+            self._kept.note_use(text)
+            self._kept.remove(text)
             self._lock.notify_all()
             return adapter.done
 
@@ -110,7 +112,7 @@ class AdapterStore:
             adapter.holders.discard(request_id)
             if not adapter.holders:
                 if adapter.packed is not None:
-                    self._kept[adapter.key] = None
+                    self._kept.add(adapter.key)
                 elif adapter.fault or adapter in self._queue:
                     self._forget(adapter)
                 self._lock.notify_all()
@@ -270,7 +272,7 @@ class AdapterStore:
             self._bytes += packed.bytes
             self._loaded[adapter.id] = packed
             if not adapter.holders:
-                self._kept[adapter.key] = None
+                self._kept.add(adapter.key)
             self._evict(0)
             log.info(
                 "loaded adapter %s: rank %d, %.1f MB in %.2f s", adapter.key, packed.rank, packed.bytes / 1e6, seconds
@@ -280,16 +282,15 @@ class AdapterStore:
         self._finished.append(adapter.key)
 
     def _evict(self, size: int) -> None:
-        """Evict kept adapters, least recently used first, until `size` more bytes fit."""
+        """Evict kept adapters until `size` more bytes fit."""
         while self._kept and self._bytes + size > self._most_bytes:
-            key, _ = self._kept.popitem(last=False)
-            self._forget(self._adapters[key])
+            self._forget(self._adapters[self._kept.pop()])
             self._evicted += 1
 
     def _forget(self, adapter: Adapter) -> None:
         """Remove an adapter without holders."""
         self._adapters.pop(adapter.key, None)
-        self._kept.pop(adapter.key, None)
+        self._kept.remove(adapter.key)
         if adapter in self._queue:
             self._queue.remove(adapter)
         if adapter.packed is not None:
