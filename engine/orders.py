@@ -36,7 +36,7 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class Returned(msgspec.Struct, frozen=True):
-    """Order to return a request to the queue, for another engine: its LoRA adapter is not on this machine."""
+    """Order to return a request to the queue, for another engine: this one cannot use its LoRA adapter."""
 
     request: Generate
     why: str  # error line for the client, if no other engine has the adapter
@@ -69,7 +69,7 @@ class StepCosts(msgspec.Struct, frozen=True):
 
     token_s: float = 0.0  # seconds per prompt token, in addition to the decode-only step
     step_s: float = 0.0  # seconds of a decode-only step with the sequences that run now
-    load_s: float = 0.0  # seconds until one more LoRA adapter is in host memory
+    load_s: float = 0.0  # seconds until one more LoRA adapter is in host memory; negative: it takes no adapters
     loads: int = 0  # adapters that wait for their load
 
 

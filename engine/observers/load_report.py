@@ -8,7 +8,7 @@ from typing import Any
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.executor.base import ModelInfo
 from quire.engine.wire.clock import steady_ms
-from quire.engine.wire.messages import ADAPTERS, LATER_FIELDS, PREDICTIONS, EngineLoad
+from quire.engine.wire.messages import ADAPTERS, LATER_FIELDS, LEAVES_ADAPTERS, PREDICTIONS, EngineLoad
 
 
 class Rate:
@@ -155,9 +155,7 @@ def _steps_saved(core: Scheduler) -> dict[str, Any]:
 
 def _honoured(core: Scheduler) -> list[str]:
     """Return the newer request fields that this engine supports; earlier releases or other options ignore them."""
-    later = [*LATER_FIELDS]
-    if core.adapters.count:
-        later.append(ADAPTERS)
+    later = [*LATER_FIELDS, ADAPTERS if core.adapters.count else LEAVES_ADAPTERS]
     if core.drafts.drafter is not None:
         later.append(PREDICTIONS)
     return later

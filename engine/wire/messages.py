@@ -62,6 +62,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 LATER_FIELDS = ("bad_words", "logprob_token_ids")
 PREDICTIONS = "predicted"  # name in EngineLoad.honours if the engine takes drafts from Generate.predicted
 ADAPTERS = "adapter"  # name in EngineLoad.honours if the engine supports Generate.adapter
+LEAVES_ADAPTERS = "no_adapter"  # name in it if the engine supports no adapters and leaves their requests to others
 
 
 class Beams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -232,7 +233,9 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     # Blocks that static allocation would hold for the sequences in the batch, each at its maximum length.
     static_blocks: int = 0
     slots_filled: float = 0.0  # fraction of the KV positions in held blocks with a token, 0 to 1; updated each second
-    honours: list[str] = []  # newer request fields that the engine supports: LATER_FIELDS, PREDICTIONS, ADAPTERS
+    honours: list[
+        str
+    ] = []  # newer request fields that the engine supports: LATER_FIELDS, PREDICTIONS, (LEAVES_)ADAPTERS
     adapters: list[str] = []  # LoRA adapters in its device slots, as in Generate.adapter
     drafts: dict[str, tuple[int, int]] = {}  # (computed, accepted) since start, by source; empty: drafts off
     refused_drafts: int = 0  # drafts found since start that steps did not compute, because they would not have paid

@@ -74,7 +74,8 @@ class PrefixReport(msgspec.Struct, frozen=True):
     token_us: float = 0.0  # microseconds per prompt token, in addition to the decode-only step; 0: unknown
     step_us: float = 0.0  # microseconds of a decode-only step with the sequences that run now
     backlog: int = 0  # prompt tokens of claimed requests that are not computed yet
-    load_us: float = 0.0  # microseconds until one more LoRA adapter would be loaded; 0: unknown
+    # Microseconds until one more LoRA adapter would be loaded; 0: unknown; negative: the engine takes no adapters.
+    load_us: float = 0.0
     loads: int = 0  # adapters that wait for their load
 
 

@@ -20,14 +20,14 @@ picks the lane.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
 from quire.engine.wire.layout import STALE_MS
-from quire.engine.wire.messages import ADAPTERS, LATER_FIELDS, PREDICTIONS, Beams, EngineLoad, Sampling
+from quire.engine.wire.messages import ADAPTERS, LATER_FIELDS, LEAVES_ADAPTERS, PREDICTIONS, Beams, EngineLoad, Sampling
 from quire.engine.wire.records import ANY_TOKENS, SIZE_CLASSES, Fleet, Place, QueueBounds
 from quire.service.api.beams import require_beams
 from quire.service.api.fitting import EngineLimits
@@ -130,19 +130,26 @@ def drafts(fleet: Fleet) -> bool:
 
 
 def require_adapters(fleet: Fleet, param: str) -> None:
-    """Raise Refusal unless every engine that may claim the request takes LoRA adapters."""
-    _require(fleet, partial(_honours, ADAPTERS), param, "LoRA adapters")
+    """Raise Refusal unless an engine takes LoRA adapters, and those that do not leave it the request."""
+    taken = any(_honours(ADAPTERS, load) for load in _claiming(fleet))
+    names = (ADAPTERS, LEAVES_ADAPTERS) if taken else (ADAPTERS,)
+    _require(fleet, lambda load: any(_honours(name, load) for name in names), param, "LoRA adapters")
 
 
 def _honours(name: str, load: EngineLoad) -> bool:
     return name in load.honours
 
 
+def _claiming(fleet: Fleet) -> Sequence[EngineLoad]:
+    """Return the engines that may claim requests; if all of them drain, these."""
+    return [load for load in fleet.engines if not load.draining] or fleet.engines
+
+
 def _require(fleet: Fleet, able: Callable[[EngineLoad], bool], param: str, feature: str) -> None:
     """Raise Refusal unless every engine that may claim a request supports a feature.
 
     400 if no engine supports it; 503, which clients retry, if some do (during an upgrade)."""
-    claiming = [load for load in fleet.engines if not load.draining] or fleet.engines
+    claiming = _claiming(fleet)
     unable = sum(not able(load) for load in claiming)
     if unable == len(claiming):
         message = f"{param}: {feature} is not served by the engines of this deployment"

@@ -35,8 +35,8 @@ class Deployment:
         self.gateway = GatewayThread(*self._place, "gateway", checkpoint, lora=f"sql={folder}")
         self.looked: dict[str, int] = {}  # loads that did not find the folder, by engine
 
-    def start(self, name: str, *, has_folder: bool) -> None:
-        engine = self.engines[name] = EngineThread(*self._place, name, self._checkpoint)
+    def start(self, name: str, *, has_folder: bool, **options: Any) -> None:
+        engine = self.engines[name] = EngineThread(*self._place, name, self._checkpoint, **options)
         if not has_folder:
             store: Any = engine.executor.adapter_store
             self.looked[name] = 0
@@ -105,6 +105,25 @@ async def test_an_engine_without_the_folder_leaves_requests_to_the_one_that_has_
     assert answers == [expected[model] for model in models]
     assert await first == expected["sql"]
     assert await metric(client, url, "quire_requests_refused_total") == 0
+
+
+async def test_an_engine_without_lora_serves_the_base_model_beside_one_with_it(
+    deployment: Deployment, client: aiohttp.ClientSession, expected: dict[str, list[int]]
+) -> None:
+    """It returns requests with adapters to the queue, also those of an engine that has ended."""
+    deployment.start("with", has_folder=True)
+    deployment.gateway.wait_ready()
+    deployment.start("plain", has_folder=True, lora_slots=0)
+    url = deployment.gateway.url
+    models = ["sql", "tiny"] * 6
+    answers = await asyncio.gather(*(ask(client, url, model) for model in models))
+    assert answers == [expected[model] for model in models]
+    assert await metric(client, url, "quire_requests_refused_total") == 0
+    await asyncio.to_thread(deployment.stop, "with")
+    assert await ask(client, url, "tiny") == expected["tiny"]
+    async with client.post(f"{url}/v1/completions", json={"model": "sql", "prompt": PROMPT}) as response:
+        message = (await response.json())["error"]["message"]  # the gateway's, or that of a queued request
+        assert (response.status, "LoRA adapters" in message) == (400, True), message
 
 
 async def test_a_deploy_of_engines_with_the_folder_loses_no_request(

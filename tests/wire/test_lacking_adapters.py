@@ -14,7 +14,7 @@ import redis
 from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.engine.wire.engine_side import EngineSide
 from quire.engine.wire.layout import LACKING_MS, TRIES, WINDOW
-from quire.engine.wire.messages import ADAPTERS, CONSTRAINT, Delta, Finish, TokenBatch
+from quire.engine.wire.messages import ADAPTERS, CONSTRAINT, LEAVES_ADAPTERS, Delta, Finish, TokenBatch
 from quire.engine.wire.prefixes import PrefixReport
 from quire.engine.wire.records import QueueBounds, SyncReply
 from tests.wire.sides import LATE, Bus, generate, ids, load, read_deltas
@@ -143,6 +143,56 @@ async def test_only_an_engine_that_may_serve_it_is_waited_for(bus: Bus, clock: C
     [end] = await read_deltas(gateway, 1)
     assert end.finish is not None
     assert end.finish.code == CONSTRAINT
+
+
+NO_LORA: dict[str, Any] = {"honours": [LEAVES_ADAPTERS]}
+UNABLE = PrefixReport(token_us=SLOW.token_us, step_us=SLOW.step_us, load_us=-1e6)
+
+
+@pytest.mark.parametrize("report", [UNABLE, None], ids=["locality", "in order"])
+async def test_an_engine_without_lora_returns_one_request_and_leaves_all_others(
+    bus: Bus, clock: Clock, report: PrefixReport | None
+) -> None:
+    """In LACKING_MS it claims one request with an adapter, whatever the adapters, and base requests behind them."""
+    gateway, plain, able = await bus.gateway(), await bus.engine("e1"), await bus.engine("e2")
+    await sync(plain, "e1", report, **NO_LORA)
+    await sync(able, "e2", room=0)
+    await gateway.submit(adapted("a", "sql@1"))
+    assert ids(await sync(plain, "e1", report, **NO_LORA)) == ["a"]
+    await sync(plain, "e1", report, returned=("a",), room=0, **NO_LORA)
+    for at in range(4):
+        await gateway.submit(adapted(f"b{at}", f"chat{at}@1"))
+    await gateway.submit(generate("base"))
+    claimed = [ids(await sync(plain, "e1", report, **NO_LORA)) for _ in range(6)]
+    assert [one for each in claimed for one in each] == ["base"]
+    assert clock.tick()
+    assert len(ids(await sync(plain, "e1", report, requests=1, **NO_LORA))) == 1  # it looks again, once
+    found: list[str] = []
+    for _ in range(10):
+        found += ids(await sync(able, "e2"))
+    assert len(found) == 4
+    assert (await gateway.fleet()).queued == 0
+
+
+async def test_no_request_with_an_adapter_is_left_to_an_engine_without_lora(bus: Bus) -> None:
+    """Such an engine has no load to wait for, but is no faster."""
+    gateway, plain, able = await bus.gateway(), await bus.engine("e1"), await bus.engine("e2")
+    await sync(plain, "e1", UNABLE, **NO_LORA)
+    await sync(able, "e2", loading(load_us=1e9))
+    await gateway.submit(adapted("a", "sql@1"), bounds=LATE)
+    assert ids(await sync(able, "e2", loading(load_us=1e9))) == ["a"]
+
+
+async def test_a_request_that_only_engines_without_lora_see_ends_after_a_bounded_wait(bus: Bus, clock: Clock) -> None:
+    gateway, plain = await bus.gateway(), await bus.engine("e1")
+    await sync(plain, "e1", UNABLE, **NO_LORA)
+    await gateway.submit(adapted("a", "sql@1"))
+    for _ in range(2):
+        assert ids(await sync(plain, "e1", UNABLE, **NO_LORA)) == ["a"]
+        await sync(plain, "e1", UNABLE, returned=("a",), room=0, **NO_LORA)
+        assert clock.tick()
+    [end] = await read_deltas(gateway, 1)
+    assert end.finish == Finish("error", message=WHY, code=CONSTRAINT)
 
 
 async def test_a_folder_that_appears_is_found_and_one_that_vanishes_later_gets_its_time_again(

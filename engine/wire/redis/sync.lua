@@ -17,7 +17,8 @@
 --   publishes           '1': the engine publishes its prefixes; 'afresh': `added` are all of them; '': it does not
 --   token_us, step_us   us per prompt token, 0: unknown; us of a decode-only step
 --   backlog             prompt tokens that the engine has claimed and not computed
---   load_us, loads      us until one more LoRA adapter would be loaded, 0: unknown; adapters that wait for their load
+--   load_us, loads      us until one more LoRA adapter would be loaded, 0: unknown, negative: it takes no adapters;
+--                       adapters that wait for their load
 --   extras              number of entries (id, field or "logprobs INDEX FIRST", value) for the logs
 -- `load`: msgpack EngineLoad.  `tokens`: tokens of all segments, 4 bytes each.  `added`, `removed`: prefix digests.
 -- Then the extras, three words each; then for each token message: its channel ('' for none), the message.

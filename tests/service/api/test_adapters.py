@@ -59,8 +59,8 @@ async def test_model_names_an_adapter_in_every_format(
         assert fake.seen[-1].adapter == ""
         async with served.session.post("/v1/completions", json={"model": "other", "prompt": "a"}) as response:
             assert (response.status, (await response.json())["error"]["code"]) == (404, "model_not_found")
-        fake.load_changes = {}
-        await settled(lambda: not any(load.honours for load in served.streams.fleet.engines))
+        fake.load_changes = {"honours": ["no_adapter"]}
+        await settled(lambda: not any("adapter" in load.honours for load in served.streams.fleet.engines))
         async with served.session.post("/v1/completions", json={"model": "sql", "prompt": "a"}) as response:
             error = (await response.json())["error"]
             assert (response.status, error["param"]) == (400, "model")

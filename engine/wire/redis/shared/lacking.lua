@@ -1,21 +1,25 @@
--- Missing LoRA adapters: an engine without an adapter's files leaves its requests to other engines.  "Adapters" in
--- KEYS.md.
+-- Missing LoRA adapters: an engine without an adapter's files, or without LoRA support, leaves its requests to other
+-- engines.  "Adapters" in KEYS.md.
 --
---   claimed --engine finds no files--> returns to its place --another engine--> claimed
+--   claimed --engine cannot use it--> returns to its place --another engine--> claimed
 --                                         '-- no other engine may have the files, for LACKING_MS --> ends with an error
 
--- Returns {index = true} for the adapters that the engine did not find recently.  `digests`: '' for the base model.
+local ALL_ADAPTERS = string.rep('\0', DIGEST_BYTES)  -- digest in `lacking` of an engine that takes no adapter at all
+
+-- Returns {index = true} for the adapters that the engine could not use recently.  `digests`: '' for the base model.
 local function lacked_of(engine, digests)
-  local words, places, lacked = {}, {}, {}
+  local words, places, lacked = {ALL_ADAPTERS .. engine}, {}, {}
   for at, digest in ipairs(digests) do
     if digest ~= '' then
       words[#words + 1] = digest .. engine
       places[#words] = at
     end
   end
-  if #words == 0 then return lacked end
-  for n, ends in ipairs(call('ZMSCORE', P .. 'lacking', unpack(words))) do
-    lacked[places[n]] = ends and tonumber(ends) > now_ms() or nil
+  if #words == 1 then return lacked end
+  local ends = call('ZMSCORE', P .. 'lacking', unpack(words))
+  for n = 2, #words do
+    local last = math.max(tonumber(ends[1] or 0), tonumber(ends[n] or 0))
+    lacked[places[n]] = last > now_ms() or nil
   end
   return lacked
 end
@@ -36,14 +40,19 @@ local function leaves(x, id)
   return x.lacking and lacked_of(x.engine, {adapter_of(id)})[1]
 end
 
+local function takes_adapters(report)  -- whether an engine supports adapters, by its unpacked EngineLoad
+  for _, word in ipairs(report[LOAD_HONOURS] or {}) do
+    if word == 'adapter' then return true end
+  end
+  return false
+end
+
 local function others_may_have(me, digest)  -- whether another engine takes adapters, and does not lack this adapter
   for _, engine in ipairs(call('ZRANGE', P .. 'engines', 0, -1)) do
     local lease = engine ~= me and call('GET', P .. 'lease:' .. engine)
     if lease and not lacked_of(engine, {digest})[1] then
       local report = cmsgpack.unpack(string.sub(lease, LEASE_HEAD + 1))
-      for _, word in ipairs(not report[LOAD_DRAINING] and report[LOAD_HONOURS] or {}) do
-        if word == 'adapter' then return true end
-      end
+      if not report[LOAD_DRAINING] and takes_adapters(report) then return true end
     end
   end
   return false
@@ -60,10 +69,11 @@ end
 
 -- Requeue the requests that the engine returns because it lacks their adapters, or end them with an error.
 local function take_returned(x)
+  local supports = takes_adapters(cmsgpack.unpack(x.load))
   for id, why in pairs(x.returned) do
     if call('ZSCORE', P .. 'held:' .. x.engine, id) and let_go(x.engine, id) then
       local digest = adapter_of(id)
-      call('ZADD', P .. 'lacking', now_ms() + LACKING_MS, digest .. x.engine)
+      call('ZADD', P .. 'lacking', now_ms() + LACKING_MS, (supports and digest or ALL_ADAPTERS) .. x.engine)
       call('PEXPIRE', P .. 'lacking', LACKING_MS)
       local place, attempts = unpack(call('HMGET', P .. 'req:' .. id, 'place', 'attempts'))
       if lacked_ms(id) >= LACKING_MS and not others_may_have(x.engine, digest) then

@@ -43,7 +43,7 @@ end
 -- Creates the functions by which an engine claims by prefix.  A sync calls `choose` for the tenant whose turn it is,
 -- `note_claim` after each claim, and `finish` once at the end.
 -- `me`: {name, token_us, step_us, backlog, load_us, loads, publishes, lacking} of the engine.  load_us: us until one
--- more adapter would be loaded.  loads: adapters that are loading or wait for it.  lacking: whether any engine lacks an
+-- more adapter would be loaded, negative: it takes none.  loads: adapters that are loading or wait for it.  lacking: whether any engine lacks an
 -- adapter.  `now`: unix ms.
 --
 -- They are nested here instead of shared, so that only claims by prefix spend time on creating them (scripts.py).
@@ -129,7 +129,7 @@ local function chooser(me, now)
   local function start_cost(engine, backlog, size, held, lacks)
     local tokens = tokens_to_compute(size, held)
     local waited = RECOMPUTE * tokens + backlog * (1 + tokens / size)
-    return waited * engine.token_us + PACE_TOKENS * engine.step_us + (lacks and engine.load_us or 0)
+    return waited * engine.token_us + PACE_TOKENS * engine.step_us + (lacks and math.max(0, engine.load_us) or 0)
   end
 
   -- Returns a window: at most WINDOW requests of a tenant's queue after the first `after`, in the priority class of the
@@ -198,10 +198,10 @@ local function chooser(me, now)
   local function time_ahead(window, at, size)
     local held, lacks = window.held[at], window.lacks[at]
     local mine, ahead, name = start_cost(me, so_far.backlog, size, held, lacks), 0, nil
-    local most = tokens_to_compute(size, held) * me.token_us + (lacks and me.load_us or 0)
+    local most = tokens_to_compute(size, held) * me.token_us + (lacks and math.max(0, me.load_us) or 0)
     for _, other in ipairs(so_far.others) do
       if ahead >= most then break end
-      if other.room >= size then
+      if other.room >= size and (other.load_us >= 0 or window.adapters[at] == '') then
         -- Read once for all requests of the window: one read per request would dominate the time of a claim.
         local theirs = window.elsewhere[other.name]
                        or {held = held_counts(other.name, window), lacks = lacking_adapters(other.name, window),
