@@ -129,7 +129,8 @@ class Rig:
         core, waiting = self.core, list(self.core.waiting)
         if chosen.started_before or not any(seq.host for seq in waiting):
             return
-        crowd = Shares(core.batch.holders()).over_share()
+        shares = Shares(core.batch.holders())
+        crowd = shares.over_share()
         assert chosen.request.tenant not in crowd, "a tenant at its share started a sequence before a swapped one"
         first: dict[str, Sequence] = {}
         for seq in waiting:
@@ -137,7 +138,7 @@ class Rig:
         assert chosen is first[chosen.request.tenant], "a tenant's own swapped sequence was passed"
         for tenant, seq in first.items():
             if seq.host and tenant not in crowd and seq.sampled_in <= core.batch.committed:
-                assert core.swapping.leaves(seq) or core.fairness._victims(seq, named) is None
+                assert core.swapping.leaves(seq) or core.fairness._victims(seq, shares, named) is None
 
     def crash(self) -> None:
         """The engine dies with its state; a new one gets the emitted tokens."""
