@@ -6,6 +6,7 @@
 An interpreter that imports these takes four seconds of CPU time, a fork 50 ms.  `Popen` takes the place of
 subprocess.Popen: same arguments, and the process is a child of its caller.  It starts MODULES warm, and code (`-c`) if
 the caller names this class; all else starts as ever, and so does what has another environment that an import reads.
+`quire engine` and `quire gateway` replace themselves by another program (os.execve): in a fork that stays warm, too.
 A forked process has a template of its own for what it starts itself.  Tests of the start use subprocess.Popen.
 """
 
@@ -31,7 +32,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 ROOT = str(Path(__file__).resolve().parents[1])
 MODULES = {
@@ -60,6 +61,7 @@ READ_LATE = (
     "OMP_NUM_THREADS",
     "NOTIFY_SOCKET",
     "QUIRE_",
+    "TORCHINDUCTOR_CACHE_DIR",  # torch sets it in the tests' own process, when a model is made
     "XDG_CACHE_HOME",  # the hub's client reads it when it is imported; no test of warm processes loads from a hub
     "PIP_",
     "NO_PROXY",
@@ -72,6 +74,8 @@ PADDING = 4096  # bytes for the command line of a fork
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER, PR_SET_PDEATHSIG = 36, 37, 1
 MESSAGE = 1 << 18  # bytes, the largest request
 COLD = subprocess.Popen  # whatever subprocess.Popen is replaced by
+COLD_EXECVE = os.execve
+CLI = "quire.service.cli"  # replaces itself by an engine or a gateway
 
 Text = TypeVar("Text", str, bytes)
 
@@ -325,8 +329,41 @@ def set_command_line(words: list[str]) -> None:
     ctypes.memmove(first, text.ljust(end - first, b"\0"), end - first)
 
 
+class Replaced(BaseException):
+    """The program of this fork has asked for another one in its place."""
+
+    def __init__(self, words: list[str]) -> None:
+        super().__init__(words)
+        self.words = words
+
+
+def execve(program: Any, words: list[str], environment: Mapping[str, str]) -> NoReturn:
+    """Take the place of os.execve in `quire engine` and `quire gateway`: a warm program goes on in this process."""
+    names = os.environ.keys() | environment.keys()
+    differ = [name for name in names if os.environ.get(name) != environment.get(name)]
+    rest = [word for word in words[1:] if word != "-P"]
+    if rest[0] != "-m" or rest[1] not in MODULES or not all(name.startswith(READ_LATE) for name in differ):
+        COLD_EXECVE(program, words, environment)
+    set_command_line(words)
+    os.environ.clear()
+    os.environ.update(environment)
+    raise Replaced(rest)
+
+
 def run_main(words: list[str]) -> None:
-    """Run a module or code as the main program."""
+    """Run a module or code as the main program, and then what it puts in its place."""
+    try:
+        os.execve = execve if words[1] == CLI else COLD_EXECVE  # type: ignore[assignment]  # narrower arguments
+        run_program(words)
+    except Replaced as replaced:
+        words = replaced.words
+    else:
+        return
+    run_main(words)
+
+
+def run_program(words: list[str]) -> None:
+    """Run a module or code."""
     how, what, *arguments = words
     if how == "-m":
         sys.argv = [what, *arguments]
