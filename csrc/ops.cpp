@@ -102,11 +102,11 @@ TORCH_LIBRARY(quire, m) {
       "sample(Tensor logits, Tensor slots, Tensor known, Tensor table, bool general, Tensor(a!) tokens, "
       "Tensor(b!) outcome) -> ()");
 
-  // `sample` without `general` for vocab-parallel logits: each rank computes `likeliest`, the ranks take the maximum,
+  // `sample` without `general` for vocab-parallel logits: each rank computes `argmax`, the ranks take the maximum,
   // and each computes `chosen`.
   //   logits  [N, C]: columns of tokens first, first + 1, ...
   //   keys    [N] i64: their maximum over the ranks is the key of the unsharded logits
-  m.def("likeliest(Tensor logits, int first, Tensor(a!) keys) -> ()");
+  m.def("argmax(Tensor logits, int first, Tensor(a!) keys) -> ()");
   m.def("chosen(Tensor keys, Tensor slots, Tensor(a!) tokens, Tensor(b!) outcome) -> ()");
 }
 
@@ -255,6 +255,12 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   m.def(
       "lora_add(Tensor x, Tensor weights, Tensor table, Tensor order, Tensor tiles, Tensor slot_of_row, int site, "
       "int ranks, int[] features, bool x_is_ready, Tensor(a!) y, Tensor(b!)? out) -> bool");
+  // For a branch of a CUDA graph: deltas [T, columns of all parts] f32 = B h of the rows with an adapter, for a complete
+  // h; then y += deltas after the GEMM, or out as above
+  m.def(
+      "lora_store_deltas(Tensor h, Tensor weights, Tensor table, Tensor order, Tensor tiles, int site, int[] features, "
+      "Tensor(a!) deltas) -> ()");
+  m.def("lora_add_deltas(Tensor deltas, Tensor slot_of_row, Tensor(a!) y, Tensor(b!)? out) -> ()");
   // `linear` on a GPU, without norm and activation.  Returns whether `lora_add` behind it may read x before it has ended
   m.def("linear_sharing_x(Tensor x, Tensor weight, Tensor? bias, bool add, Tensor(a!) out) -> bool");
 }

@@ -263,11 +263,21 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             ge=0,
             le=1024,
             description="LoRA adapters whose sequences may run at once. A sequence of one more adapter waits for a "
-            "slot; nothing else waits for it. Adapters are served with tensor_parallel 1, on a GPU in 16 bits and up "
-            "to rank 16; other engines take only requests to the base model. On a GPU each slot takes memory, 0.08 "
-            "GiB for an 8B model. Raise it where more adapters have requests at once. 0: no adapters.",
+            "slot; nothing else waits for it. Adapters are served with tensor_parallel 1; other engines take only "
+            "requests to the base model. On a GPU each slot takes memory, 0.08 GiB for an 8B model and rank 16. Raise "
+            "it where more adapters have requests at once. 0: no adapters.",
         ),
     ] = 8
+    lora_max_rank: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=128,
+            description="Maximum rank of a LoRA adapter on a GPU, where each slot has memory for it: 0.08 GiB for an "
+            "8B model and rank 16, 0.62 GiB for rank 128. Requests for adapters of a higher rank are refused. Raise "
+            "it to the rank of the largest adapter. A CPU serves ranks up to 128 and ignores it.",
+        ),
+    ] = 16
     lora_memory_gib: Annotated[
         float,
         Meta(

@@ -233,8 +233,8 @@ void sample(const T* logits, const SampleArgs& a, int threads) {
 }
 
 template <class T>
-void likeliest(const T* logits, int64_t row_stride, int64_t first, int64_t* keys, int64_t rows, int64_t size,
-               int threads) {
+void argmax(const T* logits, int64_t row_stride, int64_t first, int64_t* keys, int64_t rows, int64_t size,
+            int threads) {
   std::vector<float> values(rows);
   row_max(logits, row_stride, values.data(), keys, rows, size, threads);
   for (int64_t i = 0; i < rows; ++i) {
@@ -251,9 +251,9 @@ void chosen(const int64_t* keys, const int64_t* slots, int64_t* tokens, uint8_t*
   }
 }
 
-template void likeliest<float>(const float*, int64_t, int64_t, int64_t*, int64_t, int64_t, int);
-template void likeliest<bf16>(const bf16*, int64_t, int64_t, int64_t*, int64_t, int64_t, int);
-template void likeliest<fp16>(const fp16*, int64_t, int64_t, int64_t*, int64_t, int64_t, int);
+template void argmax<float>(const float*, int64_t, int64_t, int64_t*, int64_t, int64_t, int);
+template void argmax<bf16>(const bf16*, int64_t, int64_t, int64_t*, int64_t, int64_t, int);
+template void argmax<fp16>(const fp16*, int64_t, int64_t, int64_t*, int64_t, int64_t, int);
 
 template void sample<float>(const float*, const SampleArgs&, int);
 template void sample<bf16>(const bf16*, const SampleArgs&, int);

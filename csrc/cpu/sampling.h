@@ -26,8 +26,7 @@ void sample(const T* logits, const SampleArgs& args, int threads);
 // logits [rows, size]: this rank's columns, from token `first` on.  Writes keys [rows]: each row's maximum key,
 // converted by sampling::to_signed.
 template <class T>
-void likeliest(const T* logits, int64_t row_stride, int64_t first, int64_t* keys, int64_t rows, int64_t size,
-               int threads);
+void argmax(const T* logits, int64_t row_stride, int64_t first, int64_t* keys, int64_t rows, int64_t size, int threads);
 
 // Writes the token and outcome that `sample` would choose, from the keys [rows] of raw logits.
 void chosen(const int64_t* keys, const int64_t* slots, int64_t* tokens, uint8_t* outcome, int64_t rows);

@@ -31,8 +31,7 @@ inline SampleSizes check_sample(const at::Tensor& logits, const at::Tensor& slot
   return sizes;
 }
 
-inline SampleSizes check_likeliest(const at::Tensor& logits, int64_t first, const at::Tensor& keys,
-                                   const Place& place) {
+inline SampleSizes check_argmax(const at::Tensor& logits, int64_t first, const at::Tensor& keys, const Place& place) {
   SampleSizes sizes;
   expect_device("logits", logits, place);
   expect("logits", logits, {sizes.rows, sizes.size});

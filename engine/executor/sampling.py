@@ -352,7 +352,7 @@ class Logprobs:
 
     asked: Sequence[Report]  # [L]
     chosen: list[Tensor]  # of the tokens themselves, in chunks: [.] f32
-    likeliest: list[tuple[Tensor, Tensor]]  # per chunk: top-k token ids [., most] i64, log-probabilities f32
+    top: list[tuple[Tensor, Tensor]]  # per chunk: top-k token ids [., most] i64, log-probabilities f32
     named: list[Tensor]  # per chunk: the tokens that the reports name, concatenated, [.] f32
 
     def entries(self) -> list[TokenLogprob]:
@@ -360,7 +360,7 @@ class Logprobs:
         own = [logprob for piece in self.chosen for logprob in piece.tolist()]
         tops = [
             list(zip(ids, values, strict=True))
-            for piece_ids, piece_values in self.likeliest
+            for piece_ids, piece_values in self.top
             for ids, values in zip(piece_ids.tolist(), piece_values.tolist(), strict=True)
         ]
         named = iter([logprob for piece in self.named for logprob in piece.tolist()])
@@ -387,7 +387,7 @@ def logprobs_from(logits_of: Callable[[slice], Tensor], tokens: Tensor, asked: S
         logp = logits_of(part).float().log_softmax(-1)
         found.chosen.append(logp.gather(1, tokens[part, None])[:, 0].to("cpu", non_blocking=True))
         values, ids = logp.topk(most, dim=-1)
-        found.likeliest.append((ids.to("cpu", non_blocking=True), values.to("cpu", non_blocking=True)))
+        found.top.append((ids.to("cpu", non_blocking=True), values.to("cpu", non_blocking=True)))
         if places := [(row, token) for row, report in enumerate(asked[part]) for token in report.named]:
             at = torch.empty(len(places), 2, dtype=torch.int64, device=logp.device)
             send(torch.tensor(places, dtype=torch.int64), at)

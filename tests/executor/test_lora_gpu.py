@@ -12,7 +12,6 @@ import torch
 
 from quire.engine.adapters.files import read_adapter
 from quire.engine.executor.local import LocalExecutor
-from quire.engine.executor.lora import bank
 from quire.engine.executor.lora.adapter_graphs import AdapterGraphs
 from quire.engine.executor.lora.device_slots import DeviceSlots
 from quire.engine.executor.lora.packing import gpu_pack, values
@@ -21,7 +20,8 @@ from quire.engine.executor.models.linear import Product
 from quire.engine.executor.staging import Staging
 from quire.engine.llm import LLM, Adapter
 from quire.engine.wire.messages import Sampling
-from tests.executor.test_gpu import GREEDY, check_greedy, llm, words
+from tests.executor import test_gpu
+from tests.executor.test_gpu import GREEDY, check_greedy, words
 from tests.executor.test_lora import base_of
 from tests.lora import merged, write_adapter
 
@@ -43,7 +43,7 @@ def adapters(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -
             folders = [
                 write_adapter(root / "0", base, rank=8, targets=names),
                 write_adapter(root / "1", base, rank=20, targets=names[:1] + names[-1:], seed=1, use_rslora=True),
-                write_adapter(root / "2", base, rank=64, targets=names, seed=2, dtype=torch.bfloat16),
+                write_adapter(root / "2", base, rank=128, targets=names, seed=2, dtype=torch.bfloat16),
             ]
             made[family] = [Adapter(f"{family}-{folder.name}", str(folder)) for folder in folders]
         return made[family]
@@ -57,9 +57,8 @@ def every_layer(family: str) -> tuple[str, ...]:
     return ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-@pytest.fixture(autouse=True)
-def serve_high_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bank, "MAX_RANK", 64)
+def llm(checkpoint: Path, **changes: object) -> LLM:
+    return test_gpu.llm(checkpoint, **({"lora_max_rank": 128} | changes))
 
 
 def graphs_of(engine: LLM) -> AdapterGraphs | None:
@@ -187,12 +186,11 @@ def test_choices_preemption_and_swap(checkpoint: Checkpoint, adapters: Callable[
 
 
 def test_a_rank_over_that_of_the_slots_is_refused(
-    checkpoint: Checkpoint, adapters: Callable[[str], list[Adapter]], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, adapters: Callable[[str], list[Adapter]]
 ) -> None:
-    monkeypatch.setattr(bank, "MAX_RANK", 16)
-    engine = llm(checkpoint("llama"))
+    engine = llm(checkpoint("llama"), lora_max_rank=16)
     [found] = engine.generate([words(5)], GREEDY, adapters=adapters("llama")[2])
-    assert "rank 64, slots hold ranks up to 16" in found.outputs[0].message
+    assert "rank 128, --lora-max-rank allows 16" in found.outputs[0].message
     engine.close()
 
 

@@ -102,7 +102,7 @@ def test_a_rank_over_that_of_the_slots_is_refused(
     folder = write_adapter(tmp_path / "a", base_of(checkpoint("llama")), rank=65)
     llm = open_llm(checkpoint("llama"))
     (found,) = llm.generate(prompts_of(1), GREEDY, adapters=Adapter("a", str(folder)))
-    assert "rank 65, slots hold ranks up to 64" in found.outputs[0].message
+    assert "rank 65, --lora-max-rank allows 64" in found.outputs[0].message
     llm.close()
 
 

@@ -147,6 +147,40 @@ def test_one_launch_adds_what_two_add(count: int, inputs: int, outputs: list[int
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(("inputs", "outputs"), SITES)
+@pytest.mark.parametrize("count", [1, 7, 32, 64, 300])
+def test_a_branch_of_a_graph_gives_the_bits_of_two_launches(
+    count: int, inputs: int, outputs: list[int], dtype: torch.dtype
+) -> None:
+    """Replayed with other rows and inputs than those of the capture."""
+    site, _, x, y = step_of(count, inputs, outputs, dtype)
+    silu_mul = len(outputs) == 2
+
+    def chain(y: torch.Tensor) -> torch.Tensor:
+        """Two GEMMs of one stream: the branch of the second one waits for the first."""
+        ops.lora_on_branch(x, site.rows, 0, lambda: y)
+        return ops.lora_on_branch(x, site.rows, 0, lambda: y, silu_mul=silu_mul)
+
+    into, stream = y.clone(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        chain(into.clone())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = chain(into)
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        place(site.rows, rng.integers(-1, SLOTS, count).astype(np.int32))
+        x.copy_(torch.randn(count, inputs, generator=torch.Generator().manual_seed(seed)).to(dtype))
+        into.copy_(y)
+        graph.replay()
+        two = ops.lora_expand(ops.lora_shrink(x, site.rows, 0), site.rows, 0, y.clone())
+        h = ops.lora_shrink(x, site.rows, 0)
+        assert torch.equal(found, ops.lora_expand(h, site.rows, 0, two, silu_mul=silu_mul))
+
+
+@pytest.mark.gpu
 def test_one_launch_takes_no_more_rows_or_ranks_than_it_has_memory_for() -> None:
     site, _, x, y = step_of(32, 64, [40, 8], torch.bfloat16)
     assert ops.lora_add(x, site.rows, 0, y) is None  # ranks of 2 * 128

@@ -165,7 +165,7 @@ def test_the_greatest_keys_of_parts_are_those_of_whole_rows(seed: int, parts: in
     borders = [97 * part // parts for part in range(parts + 1)]
     keys = torch.empty(parts, 40, dtype=torch.int64)
     for part, (first, end) in enumerate(itertools.pairwise(borders)):
-        ops.likeliest(logits[:, first:end], first, keys[part])
+        ops.argmax(logits[:, first:end], first, keys[part])
     ops.chosen(keys.amax(0), slots, *found)
     assert torch.equal(found[1], wanted[1])
     assert wanted[1].bool().sum() == 3
@@ -175,9 +175,9 @@ def test_the_greatest_keys_of_parts_are_those_of_whole_rows(seed: int, parts: in
 def test_tokens_of_parts_are_checked() -> None:
     logits, keys = torch.zeros(2, 9), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match="logits: tokens 4194300 to 4194309, not 0 to 4194303"):
-        ops.likeliest(logits, 4194300, keys)
+        ops.argmax(logits, 4194300, keys)
     with pytest.raises(ValueError, match="keys: rows is 1, logits has 2"):
-        ops.likeliest(logits, 0, keys[:1])
+        ops.argmax(logits, 0, keys[:1])
     with pytest.raises(ValueError, match="slots: rows is 1, keys has 2"):
         ops.chosen(keys, keys[:1], keys.clone(), torch.zeros(2, dtype=torch.uint8))
 

@@ -114,25 +114,7 @@ __device__ void shrink(const Args& a, const int4& tile, const T* weights, int ra
       }
     }
   }
-#pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
-    all_sums[warp][n][lane] = make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]);
-  }
-  __syncthreads();
-  // Warp n adds up token tile n: two tokens of ranks g and g + 8 per lane.
-  static_assert(kTiles <= kWarps);
-  if (warp < kTiles) {
-    float4 s = all_sums[0][warp][lane];
-#pragma unroll
-    for (int other = 1; other < kWarps; ++other) {
-      const float4 more = all_sums[other][warp][lane];
-      s.x += more.x, s.y += more.y, s.z += more.z, s.w += more.w;
-    }
-    const int token = warp * kTokens + 2 * t;
-    float* const to = sums_of_cta + token * stride + g;
-    if (token < tile.z) to[0] = s.x, to[8] = s.z;
-    if (token + 1 < tile.z) to[stride] = s.y, to[stride + 8] = s.w;
-  }
+  add_up_warps(sums, all_sums, tile.z, sums_of_cta, stride);
   __syncthreads();
 }
 

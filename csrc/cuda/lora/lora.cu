@@ -75,24 +75,8 @@ __global__ void __launch_bounds__(kThreads) shrink_kernel(LoraShrinkArgs a) {
   }
 
   __shared__ float4 all_sums[kWarps][kTokenTiles][32];
-#pragma unroll
-  for (int n = 0; n < kTokenTiles; ++n) {
-    all_sums[warp][n][lane] = make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]);
-  }
-  __syncthreads();
-  // Warp n adds up token tile n: two tokens of ranks g and g + 8 per lane.
-  static_assert(kTokenTiles == kWarps);
-  float4 s = all_sums[0][warp][lane];
-#pragma unroll
-  for (int other = 1; other < kWarps; ++other) {
-    const float4 more = all_sums[other][warp][lane];
-    s.x += more.x, s.y += more.y, s.z += more.z, s.w += more.w;
-  }
-  const int first = warp * kTokens + 2 * t;
-  float* const to = static_cast<float*>(a.h) + (static_cast<int64_t>(split) * a.rows + tile.y + first) * a.ranks +
-                    block * kLoraRanks + g;
-  if (first < tile.z) to[0] = s.x, to[8] = s.z;
-  if (first + 1 < tile.z) to[a.ranks] = s.y, to[a.ranks + 8] = s.w;
+  float* const h = static_cast<float*>(a.h) + (static_cast<int64_t>(split) * a.rows + tile.y) * a.ranks;
+  add_up_warps(sums, all_sums, tile.z, h + block * kLoraRanks, a.ranks);
 }
 
 // The lane's h of row `row` of a tile, ranks 4 t .. 4 t + 3 from `rank` on, in T.
@@ -128,8 +112,8 @@ __device__ void add_product(const LoraExpandArgs& a, const int4& tile, const Exp
   }
 }
 
-/* y[row] += B h.  Grid (feature blocks of all parts / 4, tiles): a warp per feature block of 32. */
-template <class T>
+/* y[row] += B h, or deltas[row] = B h.  Grid (feature blocks of all parts / 4, tiles): a warp per feature block. */
+template <class T, bool kStoresDeltas>
 __global__ void __launch_bounds__(kThreads) expand_kernel(LoraExpandArgs a) {
   let_next_kernel_start();
   const Place place(a, blockIdx.x * kWarps + threadIdx.x / 32);
@@ -138,12 +122,17 @@ __global__ void __launch_bounds__(kThreads) expand_kernel(LoraExpandArgs a) {
   const Expansion<T> b(a, tile.x, place.part, place.block);
   const LaneRows<> rows(a, tile);
   wait_for_previous_kernels();
-  if (b.rank_blocks == 0) return;
   const int feature = place.block * kLoraFeatures + threadIdx.x % 4 * 8, column = place.column + feature;
   const bool exists = feature < a.features[place.part];
+  Deltas deltas = {};
+  if (kStoresDeltas) {
+    add_product(a, tile, b, deltas);
+    if (exists) store_deltas(rows, deltas, a.deltas + column, column_count(a));
+    return;
+  }
+  if (b.rank_blocks == 0) return;
   Pack<T, 8> y[4];
   if (exists) rows.read(y, static_cast<const T*>(a.y) + column, a.y_stride);
-  Deltas deltas = {};
   add_product(a, tile, b, deltas);
   if (exists) add_deltas(a, rows, y, deltas, column);
 }
@@ -178,15 +167,21 @@ __global__ void __launch_bounds__(kThreads) expand_silu_kernel(LoraExpandArgs a)
 
 int ctas_of(int features) { return (features + kLoraFeatures * kWarps - 1) / (kLoraFeatures * kWarps); }
 
+template <class T, bool kStoresDeltas>
+void expand_all_parts(const LoraExpandArgs& a, cudaStream_t stream) {
+  int blocks = 0;
+  for (int part = 0; part < a.parts; ++part) blocks += (a.features[part] + kLoraFeatures - 1) / kLoraFeatures;
+  const dim3 grid((blocks + kWarps - 1) / kWarps, a.tile_count);
+  launch(expand_kernel<T, kStoresDeltas>, grid, kThreads, 0, stream, a);
+}
+
 template <class T>
 void expand(const LoraExpandArgs& a, cudaStream_t stream) {
   if (a.out != nullptr) {
     const dim3 grid(ctas_of(a.features[0]), a.tile_count + (a.rows + kLoraRows - 1) / kLoraRows);
     return launch(expand_silu_kernel<T>, grid, kThreads, 0, stream, a);
   }
-  int blocks = 0;
-  for (int part = 0; part < a.parts; ++part) blocks += (a.features[part] + kLoraFeatures - 1) / kLoraFeatures;
-  launch(expand_kernel<T>, dim3((blocks + kWarps - 1) / kWarps, a.tile_count), kThreads, 0, stream, a);
+  expand_all_parts<T, false>(a, stream);
 }
 
 }  // namespace
@@ -199,6 +194,10 @@ void lora_shrink(const LoraShrinkArgs& a, cudaStream_t stream) {
 
 void lora_expand(const LoraExpandArgs& a, cudaStream_t stream) {
   a.dtype == Dtype::fp16 ? expand<fp16>(a, stream) : expand<bf16>(a, stream);
+}
+
+void lora_store_deltas(const LoraExpandArgs& a, cudaStream_t stream) {
+  a.dtype == Dtype::fp16 ? expand_all_parts<fp16, true>(a, stream) : expand_all_parts<bf16, true>(a, stream);
 }
 
 }  // namespace quire::cuda

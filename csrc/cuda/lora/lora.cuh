@@ -15,6 +15,32 @@ __device__ inline const int64_t* fields_of(const LoraRows& a, int slot) {
   return a.table + (static_cast<int64_t>(slot) * a.sites + a.site) * kLoraFields;
 }
 
+// Adds up the warps' shares of A x: h [rows of the tile, stride] = the sums of 16 ranks.  sums: a warp's share as mma
+// results, a token tile each; all_sums: shared memory.
+template <int kTiles>
+__device__ void add_up_warps(const float (&sums)[kTiles][4], float4 (&all_sums)[kWarps][kTiles][32], int rows, float* h,
+                             int stride) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    all_sums[warp][n][lane] = make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]);
+  }
+  __syncthreads();
+  // Warp n adds up token tile n: two tokens of ranks g and g + 8 per lane.
+  static_assert(kTiles <= kWarps);
+  if (warp >= kTiles) return;
+  float4 s = all_sums[0][warp][lane];
+#pragma unroll
+  for (int other = 1; other < kWarps; ++other) {
+    const float4 more = all_sums[other][warp][lane];
+    s.x += more.x, s.y += more.y, s.z += more.z, s.w += more.w;
+  }
+  const int token = warp * kTokens + lane % 4 * 2;
+  float* const to = h + static_cast<int64_t>(token) * stride + lane / 4;
+  if (token < rows) to[0] = s.x, to[8] = s.z;
+  if (token + 1 < rows) to[stride] = s.y, to[stride + 8] = s.w;
+}
+
 // B h of up to 32 rows and 32 features of a part, in a warp.  The lane has 8 features from 8 (lane % 4) on, of row
 // 16 m + lane / 4 and of the row 8 further.
 struct Deltas {
@@ -129,6 +155,25 @@ __device__ void add_deltas(const LoraOut& a, const LaneRows<kCount>& rows, const
     if (rows.of[i] < 0) continue;
     store_pack(static_cast<T*>(a.y) + rows.of[i] * a.y_stride + column, sum_of(y[i], deltas, i));
   }
+}
+
+// to[row] = deltas for the rows of a lane, eight values each.
+__device__ inline void store_deltas(const LaneRows<>& rows, const Deltas& deltas, float* to, int64_t stride) {
+#pragma unroll
+  for (int i = 0; i < kTokenTiles; ++i) {
+    if (rows.of[i] < 0) continue;
+    float4* const row = reinterpret_cast<float4*>(to + rows.of[i] * stride);
+    const auto at = [&](int feature) { return deltas.at(i / 2, i % 2 == 1, feature); };
+    row[0] = make_float4(at(0), at(1), at(2), at(3));
+    row[1] = make_float4(at(4), at(5), at(6), at(7));
+  }
+}
+
+// Columns of y: the features of all parts.
+__device__ inline int column_count(const LoraOut& a) {
+  int columns = 0;
+  for (int part = 0; part < a.parts; ++part) columns += a.features[part];
+  return columns;
 }
 
 // out = silu(gate) * up for the rows of a lane.

@@ -3,7 +3,8 @@
 //   shrink   h = A x      of the rows with an adapter, A of all linear layers (parts) of the site
 //   expand   y += B h     in place, or with the activation that follows
 //
-// On Hopper with up to 32 rows in one, `lora_add`, which computes B A x while the GEMM before it still runs.
+// On Hopper with up to 32 rows in one, `lora_add`, which computes B A x while the GEMM before it still runs.  In a CUDA
+// graph, a branch parallel to the GEMM may compute B A x (`lora_store_deltas`); it is added after both.
 //
 // Nothing on the host depends on the rows, so a CUDA graph can hold both.
 #pragma once
@@ -71,9 +72,28 @@ struct LoraOut : LoraRows {
 struct LoraExpandArgs : LoraOut {
   int splits;     // 0: h is what lora_shrink_in_clusters made
   const void* h;  // as of lora_shrink
+  float* deltas;  // [rows, features of all parts]; only lora_store_deltas writes it
 };
 
 void lora_expand(const LoraExpandArgs& args, cudaStream_t stream);
+
+// deltas = B h of the rows with an adapter; 0 in parts without one.  Other rows are not written, nor is y read.
+void lora_store_deltas(const LoraExpandArgs& args, cudaStream_t stream);
+
+struct LoraDeltasArgs {
+  Dtype dtype;                 // dtype of y and out: bf16 or fp16
+  const float* deltas;         // [rows, columns], as of lora_store_deltas
+  const int32_t* slot_of_row;  // [rows]: -1: no adapter
+  void* y;                     // [rows, columns], 16-byte aligned rows
+  int64_t y_stride;
+  int rows, columns;
+  // Null: y += deltas of the rows with an adapter.  Otherwise out [rows, columns / 2] = silu(gate) * up for all rows,
+  // where y + deltas is gate, then up.
+  void* out;
+  int64_t out_stride;
+};
+
+void lora_add_deltas(const LoraDeltasArgs& args, cudaStream_t stream);
 
 constexpr int kLoraAddRanks = 128;  // maximum `ranks` of lora_add
 

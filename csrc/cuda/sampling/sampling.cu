@@ -708,10 +708,10 @@ __global__ void __launch_bounds__(kThreads, general ? 2 : 4) sample_kernel(Sampl
   Weights<T> weights{row, slice, settings, position < settings.min_tokens, settings.scale, 0.0f};
   const uint64_t best = cluster_max(weights.best(), shared);
   weights.peak = value_of(best);
-  Choice likeliest = choice_of(best);
-  const bool sound = likeliest.outcome == sampling::kChosen;  // uniform over all threads of the cluster
-  if (!sound && weights.adjusts()) likeliest.outcome = explain(row, slice, shared);
-  int token = speaker ? likeliest.token : -1;
+  Choice best_choice = choice_of(best);
+  const bool sound = best_choice.outcome == sampling::kChosen;  // uniform over all threads of the cluster
+  if (!sound && weights.adjusts()) best_choice.outcome = explain(row, slice, shared);
+  int token = speaker ? best_choice.token : -1;
   if (settings.scale != 0 && sound) {
     float floor = settings.min_p;  // the maximum w is 1, so min_p is the floor itself
     if (filtered) floor = fmaxf(floor, weights.floor(shared));
@@ -720,7 +720,7 @@ __global__ void __launch_bounds__(kThreads, general ? 2 : 4) sample_kernel(Sampl
     done_with_peers();
   }
   if (token >= 0) {
-    write(a, index, {token, likeliest.outcome});
+    write(a, index, {token, best_choice.outcome});
     if (settings.marks && sound) settings.marks[token] += 1;
   }
   __syncwarp();
@@ -728,7 +728,7 @@ __global__ void __launch_bounds__(kThreads, general ? 2 : 4) sample_kernel(Sampl
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 4) likeliest_kernel(LikeliestArgs a, bool packs) {
+__global__ void __launch_bounds__(kThreads, 4) argmax_kernel(ArgmaxArgs a, bool packs) {
   __shared__ Shared shared;
   let_next_kernel_start();
   wait_for_previous_kernels();
@@ -764,12 +764,12 @@ int cluster_of(int64_t rows, bool again) {
 
 }  // namespace
 
-void likeliest(const LikeliestArgs& a, cudaStream_t stream) {
+void argmax(const ArgmaxArgs& a, cudaStream_t stream) {
   if (a.rows == 0) return;
   const int cluster = cluster_of(a.rows, false);
   by_dtype(a.dtype, [&](auto type) {
     using T = decltype(type);
-    launch_clusters(likeliest_kernel<T>, cluster, static_cast<int>(a.rows) * cluster, kThreads, 0, stream, a,
+    launch_clusters(argmax_kernel<T>, cluster, static_cast<int>(a.rows) * cluster, kThreads, 0, stream, a,
                     in_16_bytes(a.logits, a.row_stride, sizeof(T)));
   });
 }

@@ -27,7 +27,7 @@ struct SampleArgs {
 // Samples, and counts each token in the marks of its row.
 void sample(const SampleArgs& args, cudaStream_t stream);
 
-struct LikeliestArgs {
+struct ArgmaxArgs {
   Dtype dtype;         // dtype of the logits: f32, bf16, fp16
   const void* logits;  // [rows, size]: this rank's columns of the logits
   int64_t row_stride;  // elements between rows
@@ -37,7 +37,7 @@ struct LikeliestArgs {
   int size;
 };
 
-void likeliest(const LikeliestArgs& args, cudaStream_t stream);
+void argmax(const ArgmaxArgs& args, cudaStream_t stream);
 
 // Writes the token and outcome that `sample` would choose, from the keys [rows] of raw logits.
 void chosen(const int64_t* keys, const int64_t* slots, int64_t* tokens, uint8_t* outcome, int64_t rows,

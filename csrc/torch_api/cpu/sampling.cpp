@@ -28,11 +28,11 @@ void sample(const at::Tensor& logits, const at::Tensor& slots, const at::Tensor&
   });
 }
 
-void likeliest(const at::Tensor& logits, int64_t first, const at::Tensor& keys) {
-  const SampleSizes sizes = check_likeliest(logits, first, keys, on_cpu());
+void argmax(const at::Tensor& logits, int64_t first, const at::Tensor& keys) {
+  const SampleSizes sizes = check_argmax(logits, first, keys, on_cpu());
   by_dtype("logits", logits, [&](auto type) {
-    cpu::likeliest(static_cast<const decltype(type)*>(logits.const_data_ptr()), logits.stride(0), first,
-                   keys.data_ptr<int64_t>(), sizes.rows, sizes.size, threads());
+    cpu::argmax(static_cast<const decltype(type)*>(logits.const_data_ptr()), logits.stride(0), first,
+                keys.data_ptr<int64_t>(), sizes.rows, sizes.size, threads());
   });
 }
 
@@ -44,7 +44,7 @@ void chosen(const at::Tensor& keys, const at::Tensor& slots, const at::Tensor& t
 
 TORCH_LIBRARY_IMPL(quire, CPU, m) {
   m.impl("sample", sample);
-  m.impl("likeliest", likeliest);
+  m.impl("argmax", argmax);
   m.impl("chosen", chosen);
 }
 

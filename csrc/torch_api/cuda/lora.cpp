@@ -77,15 +77,8 @@ void check_x(const at::Tensor& x) {
   TORCH_CHECK_VALUE(x.size(1) <= 1 << 20, "x: ", x.size(1), " columns, over ", 1 << 20);
 }
 
-// Returns what B h is added to, checked.
-LoraOut lora_out_of(const LoraRows& rows_of_step, const at::Tensor& slot_of_row, at::IntArrayRef features,
-                    const at::Tensor& y, const std::optional<at::Tensor>& out) {
-  TORCH_CHECK_VALUE(y.dim() == 2, "y: has ", y.dim(), " dimensions, not 2");
-  expect_last_contiguous("y", y);
-  expect_lora_rows("y", y);
-  LoraOut args{rows_of_step};
-  args.y = y.data_ptr();
-  args.y_stride = y.stride(0);
+// Sets the parts of a site, checked against the columns of `who`.
+void set_parts(LoraOut& args, at::IntArrayRef features, const char* who, int64_t size) {
   args.parts = static_cast<int>(features.size());
   TORCH_CHECK_VALUE(args.parts >= 1 && args.parts <= kLoraParts, "features: ", args.parts, " parts, not 1 to ",
                     kLoraParts);
@@ -96,8 +89,20 @@ LoraOut lora_out_of(const LoraRows& rows_of_step, const at::Tensor& slot_of_row,
     args.features[part] = static_cast<int>(features[part]);
     columns += features[part];
   }
-  TORCH_CHECK_VALUE(columns == y.size(1) && columns <= std::numeric_limits<int>::max(), "y: has ", y.size(1),
+  TORCH_CHECK_VALUE(columns == size && columns <= std::numeric_limits<int>::max(), who, ": has ", size,
                     " columns, the parts ", columns);
+}
+
+// Returns what B h is added to, checked.
+LoraOut lora_out_of(const LoraRows& rows_of_step, const at::Tensor& slot_of_row, at::IntArrayRef features,
+                    const at::Tensor& y, const std::optional<at::Tensor>& out) {
+  TORCH_CHECK_VALUE(y.dim() == 2, "y: has ", y.dim(), " dimensions, not 2");
+  expect_last_contiguous("y", y);
+  expect_lora_rows("y", y);
+  LoraOut args{rows_of_step};
+  args.y = y.data_ptr();
+  args.y_stride = y.stride(0);
+  set_parts(args, features, "y", y.size(1));
   args.out = nullptr;
   if (out) {
     Size rows("rows"), size("features"), most("rows");
@@ -140,10 +145,62 @@ void lora_expand(const at::Tensor& h, const at::Tensor& weights, const at::Tenso
                  const at::Tensor& y, const std::optional<at::Tensor>& out) {
   const int splits = check_h(h, y);
   const LoraRows rows = lora_rows_of(y, weights, table, order, tiles, site, h.size(2));
-  const LoraExpandArgs args{lora_out_of(rows, slot_of_row, features, y, out), splits, h.const_data_ptr()};
+  const LoraExpandArgs args{lora_out_of(rows, slot_of_row, features, y, out), splits, h.const_data_ptr(), nullptr};
   if (args.rows == 0 || (args.tile_count == 0 && !out)) return;
   const c10::cuda::CUDAGuard guard(y.device());
   cuda::lora_expand(args, stream_of(y));
+}
+
+void lora_store_deltas(const at::Tensor& h, const at::Tensor& weights, const at::Tensor& table, const at::Tensor& order,
+                       const at::Tensor& tiles, int64_t site, at::IntArrayRef features, const at::Tensor& deltas) {
+  TORCH_CHECK_VALUE(h.dim() == 3 && h.size(0) == 1, "h: not [1, rows, ranks]");
+  const at::Tensor sums = h.select(0, 0);
+  const int splits = check_h(h, sums);
+  Size rows("rows"), columns("columns");
+  rows.agree("h", h.size(1));
+  expect_plain("deltas", deltas, {rows, columns}, at::kFloat, on_gpu(h));
+  LoraOut out{lora_rows_of(sums, weights, table, order, tiles, site, h.size(2))};
+  set_parts(out, features, "deltas", columns);
+  const LoraExpandArgs args{out, splits, h.const_data_ptr(), deltas.data_ptr<float>()};
+  if (args.rows == 0 || args.tile_count == 0) return;
+  const c10::cuda::CUDAGuard guard(h.device());
+  cuda::lora_store_deltas(args, stream_of(h));
+}
+
+void lora_add_deltas(const at::Tensor& deltas, const at::Tensor& slot_of_row, const at::Tensor& y,
+                     const std::optional<at::Tensor>& out) {
+  Size rows("rows"), columns("columns"), most("rows"), half("columns / 2");
+  TORCH_CHECK_VALUE(y.dim() == 2, "y: has ", y.dim(), " dimensions, not 2");
+  rows.agree("y", y.size(0));
+  columns.agree("y", y.size(1));
+  half.agree("y", y.size(1) / 2);
+  expect_last_contiguous("y", y);
+  expect_lora_rows("y", y);
+  expect_plain("deltas", deltas, {rows, columns}, at::kFloat, on_gpu(y));
+  expect_plain("slot_of_row", slot_of_row, {most}, at::kInt, on_gpu(y));
+  TORCH_CHECK_VALUE(most >= rows && rows <= 65535, "slot_of_row: has ", int64_t{most}, " rows, y ", int64_t{rows},
+                    " of at most 65535");
+  if (out) {
+    TORCH_CHECK_VALUE(columns % (2 * kAligned) == 0, "y: ", int64_t{columns}, " columns are no multiple of ",
+                      2 * kAligned);
+    expect_device("out", *out, on_gpu(y));
+    expect("out", *out, {rows, half});
+    expect_dtype("out", *out, y.scalar_type(), "y");
+    expect_last_contiguous("out", *out);
+    expect_lora_rows("out", *out);
+  }
+  const LoraDeltasArgs args{.dtype = model_dtype_of("y", y),
+                            .deltas = deltas.const_data_ptr<float>(),
+                            .slot_of_row = slot_of_row.const_data_ptr<int32_t>(),
+                            .y = y.data_ptr(),
+                            .y_stride = y.stride(0),
+                            .rows = static_cast<int>(rows),
+                            .columns = static_cast<int>(columns),
+                            .out = out ? out->data_ptr() : nullptr,
+                            .out_stride = out ? out->stride(0) : 0};
+  if (args.rows == 0) return;
+  const c10::cuda::CUDAGuard guard(y.device());
+  cuda::lora_add_deltas(args, stream_of(y));
 }
 
 bool lora_add(const at::Tensor& x, const at::Tensor& weights, const at::Tensor& table, const at::Tensor& order,
@@ -167,6 +224,8 @@ TORCH_LIBRARY_IMPL(quire, CUDA, m) {
   m.impl("lora_shrink", lora_shrink);
   m.impl("lora_expand", lora_expand);
   m.impl("lora_add", lora_add);
+  m.impl("lora_store_deltas", lora_store_deltas);
+  m.impl("lora_add_deltas", lora_add_deltas);
 }
 
 }  // namespace

@@ -30,9 +30,9 @@ void sample(const at::Tensor& logits, const at::Tensor& slots, const at::Tensor&
   cuda::sample(args, stream_of(logits));
 }
 
-void likeliest(const at::Tensor& logits, int64_t first, const at::Tensor& keys) {
-  const SampleSizes sizes = check_likeliest(logits, first, keys, on_gpu(logits));
-  const LikeliestArgs args{
+void argmax(const at::Tensor& logits, int64_t first, const at::Tensor& keys) {
+  const SampleSizes sizes = check_argmax(logits, first, keys, on_gpu(logits));
+  const ArgmaxArgs args{
       .dtype = model_dtype_of("logits", logits),
       .logits = logits.const_data_ptr(),
       .row_stride = logits.stride(0),
@@ -42,7 +42,7 @@ void likeliest(const at::Tensor& logits, int64_t first, const at::Tensor& keys) 
       .size = static_cast<int>(sizes.size),
   };
   const c10::cuda::CUDAGuard guard(logits.device());
-  cuda::likeliest(args, stream_of(logits));
+  cuda::argmax(args, stream_of(logits));
 }
 
 void chosen(const at::Tensor& keys, const at::Tensor& slots, const at::Tensor& tokens, const at::Tensor& outcome) {
@@ -54,7 +54,7 @@ void chosen(const at::Tensor& keys, const at::Tensor& slots, const at::Tensor& t
 
 TORCH_LIBRARY_IMPL(quire, CUDA, m) {
   m.impl("sample", sample);
-  m.impl("likeliest", likeliest);
+  m.impl("argmax", argmax);
   m.impl("chosen", chosen);
 }
 

@@ -19,7 +19,7 @@ import torch
 from quire.engine.config import EngineConfig
 from quire.engine.core.plan import StepPlan
 from quire.engine.executor.kv_cache import GIB
-from quire.engine.executor.lora.device_slots import MAX_RANK, DeviceSlots
+from quire.engine.executor.lora.device_slots import DeviceSlots
 from quire.engine.executor.lora.packing import gpu_pack, packer_for
 from quire.engine.executor.lora.sites import Sites
 from quire.engine.executor.lora.store import AdapterStore
@@ -49,15 +49,16 @@ class AdapterBank:
         memory = int(config.lora_memory_gib * GIB)
         if device.type == "cpu":
             return cls(AdapterStore(packer_for(sites.sites, dtype).pack, memory, config.model), max_seqs)
-        sizes = {"slots": config.lora_slots, "max_rank": MAX_RANK, "max_rows": max(rows, max_seqs)}
+        max_rank = config.lora_max_rank
+        sizes = {"slots": config.lora_slots, "max_rank": max_rank, "max_rows": max(rows, max_seqs)}
         slots = DeviceSlots(sites.sites, **sizes, dtype=dtype, device=device)
         log.info(
             "%d LoRA slots of rank %d take %.2f GiB on the GPU",
             config.lora_slots,
-            MAX_RANK,
+            max_rank,
             slots.bytes / GIB,
         )
-        return cls(AdapterStore(gpu_pack(sites.sites, dtype, MAX_RANK), memory, config.model), max_seqs, slots)
+        return cls(AdapterStore(gpu_pack(sites.sites, dtype, max_rank), memory, config.model), max_seqs, slots)
 
     @property
     def device_rows(self) -> DeviceAdapters | None:

@@ -23,8 +23,6 @@ from quire.engine.executor.lora.packing import PackedAdapter
 from quire.engine.executor.lora.sites import Site
 from quire.engine.executor.staging import Array, Staging
 
-MAX_RANK = 16  # maximum rank of an adapter; a slot has memory for it: 0.08 GiB with all layers of an 8B model
-
 
 class DeviceSlots:
     """Owner of the adapter slots of one GPU.  Tests create it on a CPU, where copies are complete at once."""
@@ -39,7 +37,7 @@ class DeviceSlots:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`max_rows`: maximum rows of a step."""
+        """`max_rank`: maximum rank of an adapter; a slot has memory for it.  `max_rows`: maximum rows of a step."""
         columns = [[part.outputs for part in site.parts] for site in sites]
         layout = GpuBlocks(max_rank)
         elements = sum(layout.elements(site.inputs, sizes) for site, sizes in zip(sites, columns, strict=True))

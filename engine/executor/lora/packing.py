@@ -71,7 +71,7 @@ class Packer:
                 pair = file.pairs[part.path]
                 check_shapes(file.where, pair, site, part)
                 if pair.a.rows > self.layout.most_ranks:
-                    allowed = f"slots hold ranks up to {self.layout.most_ranks}"
+                    allowed = f"--lora-max-rank allows {self.layout.most_ranks}"
                     raise AdapterError(f"{file.where}: {part.path} has rank {pair.a.rows}, {allowed}")
                 shrinks.append(self.layout.with_ranks(values(pair.a)))
                 with np.errstate(over="ignore", invalid="ignore"):  # `put` refuses values that are not finite

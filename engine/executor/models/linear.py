@@ -142,6 +142,8 @@ class Product(nn.Module):
         inner = x if normed is None else normed
         if self.norm is not None and normed is None:
             inner = ops.rms_norm(x, self.norm.weight, self.norm.eps)
+        if ops.has_lora_branch(len(inner), inner.device):
+            return ops.lora_on_branch(inner, rows, site, lambda: self._gemm(inner, plus), silu_mul=self.silu_mul)
         if len(inner) <= ops.LORA_TILE:
             y, ready = self._gemm_sharing(inner, plus)
             return ops.lora_on_gpu(inner, rows, site, y, silu_mul=self.silu_mul, x_is_ready=ready)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,7 @@ def lora(x: torch.Tensor, adapters: AdapterRows, site: int, y: torch.Tensor) -> 
 
 # Sizes on a GPU, as in csrc/cuda/lora/lora.h: rows per tile; ranks, inputs and features per packed block.
 LORA_TILE, LORA_RANKS, LORA_INPUTS, LORA_FEATURES = 32, 16, 32, 32
+LORA_BRANCH_ROWS = 128  # maximum rows for which A x runs on a branch of a CUDA graph: with more, the GEMM is slower
 LORA_ALIGNED = 8  # divides a site's inputs, and the outputs of its layers
 _LORA_CTA_INPUTS, _LORA_SPLITS = 32, 8  # blocks of inputs per CTA and round; partial sums worth it for many rows
 _LORA_CTAS = 264  # CTAs that keep a GPU busy: 2 on each of 132 multiprocessors
@@ -66,6 +68,55 @@ def lora_on_gpu(
     Returns y.  Arguments as for `lora_add` and `lora_expand`."""
     found = lora_add(x, adapters, site, y, silu_mul=silu_mul, x_is_ready=x_is_ready)
     return lora_expand(lora_shrink(x, adapters, site), adapters, site, y, silu_mul=silu_mul) if found is None else found
+
+
+def has_lora_branch(rows: int, device: torch.device) -> bool:
+    """Return whether `lora_on_branch` supports this number of rows now, and is the fastest."""
+    if rows > LORA_BRANCH_ROWS or device.type != "cuda":
+        return False
+    return torch.cuda.is_current_stream_capturing() and _has_clusters(device)
+
+
+def lora_on_branch(
+    x: torch.Tensor,
+    adapters: DeviceAdapters,
+    site: int,
+    gemm: Callable[[], torch.Tensor],
+    *,
+    silu_mul: bool = False,
+) -> torch.Tensor:
+    """Add the output of the adapters for x [T, in] to rows of y [T, out], the result of `gemm`, in a CUDA graph.
+
+        up to LORA_TILE rows    y = GEMM ────────────────┬─> y += deltas
+                                A x ─> deltas = B A x ───┘
+        more rows               y = GEMM ─┬─> y += B A x
+                                A x ──────┘
+
+    Returns y, with the same bits as `lora_expand`.  Call it only while a graph is captured.
+
+    silu_mul: instead return silu(gate) * up of the halves of y, for all rows."""
+    computing, branch = torch.cuda.current_stream(x.device), _branch(x.device)
+    complete, features, rows = torch.cuda.Event(), adapters.features[site], len(x)
+    complete.record(computing)
+    y = gemm()
+    branch.wait_event(complete)
+    with torch.cuda.stream(branch):
+        h = lora_shrink(x, adapters, site, complete=True)
+        if few := rows <= LORA_TILE:
+            deltas = torch.empty(rows, sum(features), dtype=torch.float32, device=x.device)
+            where = adapters.weights, adapters.table, adapters.order, _tiles(rows, adapters)
+            torch.ops.quire.lora_store_deltas.default(h, *where, site, features, deltas)
+    computing.wait_stream(branch)
+    if not few:
+        return lora_expand(h, adapters, site, y, silu_mul=silu_mul)
+    out = y.new_empty(rows, y.shape[1] // 2) if silu_mul else None
+    torch.ops.quire.lora_add_deltas.default(deltas, adapters.slot_of_row, y, out)
+    return y if out is None else out
+
+
+@functools.cache
+def _branch(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def lora_add(

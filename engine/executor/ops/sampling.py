@@ -71,12 +71,12 @@ def sample(
     torch.ops.quire.sample.default(logits, slots, known, table, general, tokens, outcome)
 
 
-def likeliest(logits: torch.Tensor, first: int, keys: torch.Tensor) -> None:
+def argmax(logits: torch.Tensor, first: int, keys: torch.Tensor) -> None:
     """Find the argmax of each row of vocab-parallel logits [N, C]: the columns of tokens first, first + 1, ...
 
     keys  [N] int64, out: value and index of the maximum, as one integer.  The maximum key over the ranks is the key of
     the argmax (the lowest token of equal logits); a row with NaN has the maximum key.  `chosen` reads the keys"""
-    torch.ops.quire.likeliest.default(logits, first, keys)
+    torch.ops.quire.argmax.default(logits, first, keys)
 
 
 def chosen(keys: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor, outcome: torch.Tensor) -> None:

@@ -39,6 +39,6 @@ class VocabParallelLogits:
         own [N, columns]; slots [N] i64; tokens [N] i64 and outcome [N] u8 are written.  All ranks must call this."""
         keys = torch.full_like(slots, LEAST)
         if self._mine:
-            ops.likeliest(own[:, : self._mine], self._first, keys)
+            ops.argmax(own[:, : self._mine], self._first, keys)
         self._ranks.all_max_on_device(keys)
         ops.chosen(keys, slots, tokens, outcome)
