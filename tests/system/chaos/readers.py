@@ -34,7 +34,7 @@ class Doors:
     near: list[str]
     far: list[str]
     gateway_kills: int = 0  # so far: a plain stream that breaks meanwhile has an excuse
-    gateways_ending: int = 0  # killed, and not seen gone yet: they may still accept a connection
+    gateways_ending: int = 0  # killed or draining, and not seen gone yet: they may still accept a connection
     failovers: int = 0  # begun and ended so far: one that a stream has seen any of may have lost its request
 
     @contextlib.contextmanager
@@ -183,6 +183,8 @@ class Reader:
         event = json.loads(data)
         if event.get("error", {}).get("code") == "request_lost":
             raise Lost
+        if "error" in event and self._doors.gateways_ending and not self.resumable:
+            raise ConnectionError(f"the gateway ended the stream: {event['error']}")
         if "error" in event:
             raise Broken(f"an error event: {event['error']}")
         self._last_id = event_id

@@ -8,12 +8,13 @@ Last-Event-ID.
 
     engine    the new one starts and is ready; the old one gets SIGTERM, hands its requests over and exits
     gateway   the new one starts and is ready; new connections go to it; the old one gets SIGTERM and exits
-      plain      has only plain clients: it waits for the ends of their streams (--drain-s above the longest answer)
+      plain      has only plain clients: their streams have its --drain-s (30 s) to end, then end in an error
       resuming   its clients come back at the new one: it waits GRACE_S and then lets go of their streams
 
 Every token is compared with what the scripted engine must say (readers.py).  A gap is the longest silence of a stream
 that was live at the SIGTERM, until every such stream has gone on; beside it stands the same with nothing happening.
-Exit status 1 where a token was lost, repeated or wrong, a request failed, or a process did not exit with 0.
+Exit status 1 where a token was lost, repeated or wrong, a request failed, a process did not exit with 0 or a gateway
+took longer than its --drain-s.  Plain streams that a gateway cuts off at the end of its --drain-s are counted.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ from tests.system.processes import Process, at_rest, ending, fleet_until, until,
 
 NAMESPACE = "rolling"
 GRACE_S = 3.0  # --drain-s of the gateway whose clients come back
-PATIENT_S = 600.0  # of the other one
+DRAIN_S = 30.0  # of the other one: the product's default
+EXIT_S = 2.0  # for a process to exit after that
+PATIENT_S = 600.0  # for anything else
 ENGINE = [
     "--executor=scripted",
     "--max-seqs=512",
@@ -65,6 +68,7 @@ class Update:
     what: str
     live: int  # streams at the SIGTERM
     exit_s: float = 0.0  # from SIGTERM to the exit
+    cut: int = 0  # plain streams that ended in an error, because the drain was over
     status: int = 0
     gaps_s: list[float] = field(default_factory=list)  # of the streams that were live
 
@@ -76,24 +80,40 @@ class Rollout:
     updates: list[Update] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     seconds: float = 0.0
+    drain_s: float = DRAIN_S  # of the gateway of plain clients
 
     @property
     def clean(self) -> bool:
-        """Whether no client and no process saw an error.  An update that met no stream proves nothing."""
+        """Whether each process ended as it must, and only streams that outlasted a drain saw an error.
+
+        An update that met no stream proves nothing."""
         tally = self.tally
-        wrong = tally.lost or tally.repeated or tally.wrong or tally.failures or tally.with_gateway
-        return not wrong and all(update.live and update.status == 0 for update in self.updates)
+        wrong = tally.lost or tally.repeated or tally.wrong or tally.failures
+        wrong = wrong or tally.with_gateway != sum(update.cut for update in self.updates)
+        return not wrong and all(update.live and update.status == 0 and self.in_time(update) for update in self.updates)
+
+    def in_time(self, update: Update) -> bool:
+        """Whether a gateway exited within its drain.  Streams may be cut off only where the drain was over."""
+        if update.what != "plain":
+            return not update.cut
+        return update.exit_s <= self.drain_s + patience(EXIT_S)
 
 
 class Site:
     """Two engines and two gateways on one Redis, each of which can be replaced."""
 
     def __init__(
-        self, folder: Path, redis_url: str, checkpoint: Path, step_ms: float, grace_s: float, running: list[Process]
+        self,
+        folder: Path,
+        redis_url: str,
+        checkpoint: Path,
+        step_ms: float,
+        drains_s: dict[str, float],
+        running: list[Process],
     ) -> None:
-        """`grace_s`: of the gateway whose clients come back.  `running`: every process that is started; the owner ends
-        those that are left."""
-        self._grace_s = grace_s
+        """`drains_s`: --drain-s of each gateway.  `running`: every process that is started; the owner ends those that
+        are left."""
+        self._drains_s = drains_s
         self.redis_url = redis_url
         self.doors = Doors(near=[""], far=[""])
         self.processes: dict[str, Process] = {}
@@ -117,7 +137,7 @@ class Site:
     async def gateway(self, name: str) -> Process:
         """Start a gateway as `name`, and return it once new connections of its clients lead to it."""
         own, port, plain = f"{name}-{next(self._numbers)}", free_port(), name == "plain"
-        drain = f"--drain-s={PATIENT_S if plain else self._grace_s}"
+        drain = f"--drain-s={self._drains_s[name]}"
         process = self._start(own, "gateway", f"--gateway-id={own}", f"--port={port}", "--late-wait-s=1000", drain)
         url = f"http://127.0.0.1:{port}"
         await asyncio.to_thread(wait_until_ready, url)
@@ -132,11 +152,11 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def site(folder: Path, step_ms: float, grace_s: float) -> AsyncIterator[Site]:
+async def site(folder: Path, step_ms: float, drains_s: dict[str, float]) -> AsyncIterator[Site]:
     """Everything up and ready."""
     checkpoint = make_checkpoint(folder / "llama", "llama")
     with EmbeddedRedis(folder / "redis") as redis, ending([]) as running:
-        made = Site(folder, redis.url, checkpoint, step_ms, grace_s, running)
+        made = Site(folder, redis.url, checkpoint, step_ms, drains_s, running)
         for name in ("engine 1", "engine 2"):
             await made.engine(name)
         for name in ("plain", "resuming"):
@@ -149,12 +169,15 @@ async def replace(stage: Site, load: Load, name: str) -> Update:
     old = stage.processes[name]
     await (stage.engine(name) if name.startswith("engine") else stage.gateway(name))
     watched = watch(load)
-    update = Update(name.split()[0], len(watched))
+    update, cut = Update(name.split()[0], len(watched)), load.with_gateway
     began = time.monotonic()
+    stage.doors.gateways_ending += name == "plain"
     old.popen.send_signal(signal.SIGTERM)
     update.status = await asyncio.to_thread(old.popen.wait, patience(PATIENT_S))
     update.exit_s = time.monotonic() - began
     update.gaps_s = await gaps(watched, load)
+    stage.doors.gateways_ending -= name == "plain"
+    update.cut = load.with_gateway - cut
     return update
 
 
@@ -188,13 +211,14 @@ async def rolling(
     say: Callable[[str], None] = lambda line: None,
     *,
     grace_s: float = GRACE_S,
+    drain_s: float = DRAIN_S,
 ) -> Rollout:
     """Replace both engines and both gateways under load."""
-    found = Rollout()
+    found = Rollout(drain_s=drain_s)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=None, sock_read=patience(PATIENT_S))
     async with (
-        site(folder, step_ms, grace_s) as stage,
+        site(folder, step_ms, {"plain": drain_s, "resuming": grace_s}) as stage,
         aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
     ):
         rng = random.Random(seed)
@@ -219,6 +243,7 @@ def line(update: Update) -> str:
         f"{update.what:<9} {update.live} streams, gap p50 {percentile(update.gaps_s, 50):.3f} "
         f"p99 {percentile(update.gaps_s, 99):.3f} max {percentile(update.gaps_s, 100):.3f} s"
         + ("" if update.what == "nothing" else f", exit after {update.exit_s:.2f} s with status {update.status}")
+        + (f", {update.cut} streams cut off" if update.cut else "")
     )
 
 
@@ -234,6 +259,7 @@ def figures(found: Rollout) -> dict[str, Any]:
                 "streams": update.live,
                 "exit_s": round(update.exit_s, 3),
                 "status": update.status,
+                "cut": update.cut,
                 **{f"gap_p{p}_s": round(percentile(update.gaps_s, p), 4) for p in (50, 99, 100)},
             }
             for update in found.updates

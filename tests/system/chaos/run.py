@@ -157,6 +157,11 @@ class Load:
         self._ending = False
         self._numbers = itertools.count()
 
+    @property
+    def with_gateway(self) -> int:
+        """Plain streams so far that ended with their gateway."""
+        return self._tally.with_gateway
+
     def start(self, streams: int) -> None:
         self._tasks = [asyncio.create_task(self._client()) for _ in range(streams)]
 
