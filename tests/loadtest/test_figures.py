@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 import subprocess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,6 +23,35 @@ def test_pages_agree_with_their_result_files() -> None:
     assert errors == [], "python -m quire.loadtest figures rewrites the pages"
     for path, text in texts.items():
         assert path.read_text(encoding="utf-8") == text
+
+
+def tables(text: str) -> list[list[str]]:
+    """The rows with numbers of each table of a page, except the table of result files."""
+    found: list[list[str]] = [[]]
+    for line in figures.UNREAD.sub(lambda match: re.sub(r"\S", " ", match.group()), text).splitlines():
+        if line.startswith("|"):
+            found[-1].append(line)
+        elif found[-1]:
+            found.append([])
+    kept = [[row for row in rows if figures.NUMBER.search(row)] for rows in found]
+    return [rows for rows in kept if rows]
+
+
+@pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.PAGE)
+def test_a_wrong_digit_in_any_table_is_found(page: ModuleType) -> None:
+    """In each table a digit of a number in three rows, drawn by seed, is another."""
+    rng, results = random.Random(42), Results(machine.RESULTS)
+    text, lines = (ROOT / page.PAGE).read_text(encoding="utf-8"), list(page.lines(results))
+    assert figures.compare(text, lines, page.FACTS).errors == []
+    read = figures.UNREAD.sub(lambda match: re.sub(r"\S", " ", match.group()), text)
+    planted = 0
+    for row in (row for rows in tables(text) for row in rng.sample(rows, min(3, len(rows)))):
+        number = rng.choice(list(figures.NUMBER.finditer(row)))
+        at = read.index(row) + rng.choice([at for at in range(*number.span()) if row[at].isdigit()])
+        wrong = text[:at] + str((int(text[at]) + rng.randint(1, 9)) % 10) + text[at + 1 :]
+        assert figures.compare(wrong, lines, page.FACTS).errors, f"{row}: {wrong[at - 9 : at + 9]!r}"
+        planted += 1
+    assert planted >= 1
 
 
 LINE = f"| tokens/s | **{v(1234.4, ',.0f')}** | {v(0.5, '.2f')} |"
