@@ -247,6 +247,7 @@ class Engine:
         for gate in gates:
             gate.ended(record.outputs.finished)
         record.last_step, record.last_committed, record.idle = core.step, core.committed, core.idle
+        record.step_costs = core.running, core.step_cost.exact_decode_s(core.running), core.step_cost.token_s
         costs = StepCosts(core.step_cost.token_s, core.step_cost.decode_s(core.running), *self._adapters.loads)
         counts = self._accepted, self._dropped
         report = Report(record.load, free_tokens, free_requests, *counts, costs, claim_tokens)

@@ -32,10 +32,20 @@ class RequestLine(msgspec.Struct):
     max_tokens: int = 0  # maximum output tokens per choice
     n: int = 1  # choices
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    ends_known: bool = False  # the answer ends at max_tokens, since it ignores EOS: the scheduler knew its length
     outcome: FinishReason | None = None  # finish reason of the choice that ended last
+    claimed_s: float = 0.0  # seconds from queueing until this engine had the request
     queue_s: float | None = None  # seconds from queueing to the start in the batch; null: never started on this engine
     ttft_s: float | None = None  # seconds from queueing to the first token; null: no first token on this engine
     e2e_s: float = 0.0  # seconds from queueing until the last choice ended
+    preemptions: int = 0  # times that a sequence of it was preempted
+    pauses: int = 0  # times that a sequence of it waited for a free block
+    paused_s: float = 0.0  # seconds of these waits, summed over its sequences
+    # At its end: sequences that still ran, and the measured seconds of a step of so many without prompts, and of a
+    # prompt token in addition; 0: not measured yet.
+    running: int = 0
+    step_s: float = 0.0
+    prompt_token_s: float = 0.0
     priority: int = 0
     tenant: str = ""  # digest of the tenant's name; "": no tenant
 
@@ -48,6 +58,7 @@ class RequestLog:
         self._file = LogFile(path, max_bytes)
         self._began = 0.0  # unix seconds of the first turn
         self._open: dict[str, RequestLine] = {}  # lines by request id
+        self._paused: dict[tuple[str, int], float] = {}  # (request, choice) -> unix seconds since which it waits
 
     def observe(self, record: TurnRecord) -> None:
         self._began = self._began or record.unix_ms / 1000
@@ -62,6 +73,7 @@ class RequestLog:
                 self._milestone(event, now)
         for request_id in record.outputs.finished:
             if (line := self._open.pop(request_id, None)) is not None:
+                line.running, line.step_s, line.prompt_token_s = record.step_costs
                 self._file.write(partial(encode, line), LINE_BYTES)
 
     def dropped_lines(self) -> int:
@@ -80,6 +92,8 @@ class RequestLog:
             prompt_len=len(request.token_ids),
             max_tokens=request.max_new_tokens,
             n=request.n,
+            ends_known=request.sampling.ignore_eos and not request.sampling.stop_token_ids,
+            claimed_s=max(0.0, unix_ms / 1000 - queued),
             priority=request.priority,
             tenant=digest(request.tenant),
         )
@@ -89,11 +103,20 @@ class RequestLog:
         since = max(0.0, now - line.unix_s)
         if event.kind == "started":
             line.queue_s, line.cached_tokens = since, event.tokens
+        elif event.kind == "preempted":
+            line.preemptions += 1
+        elif event.kind == "paused":
+            line.pauses += 1
+            self._paused[event.request.id, event.index] = now
+        elif event.kind == "continued":
+            line.paused_s += now - self._paused.pop((event.request.id, event.index), now)
         elif event.kind == "first" and line.ttft_s is None:
             line.ttft_s = since
         elif event.kind == "ended" and event.reason is None:
+            self._paused.pop((event.request.id, event.index), None)
             del self._open[event.request.id]
         elif event.kind == "ended":
+            line.paused_s += now - self._paused.pop((event.request.id, event.index), now)
             line.outcome, line.e2e_s = event.reason, since
             line.output_len = max(line.output_len, event.tokens)
 

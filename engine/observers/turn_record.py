@@ -37,6 +37,8 @@ class TurnRecord(msgspec.Struct, kw_only=True):
     failed: bool = False  # whether a step failed, so that the executor dropped all steps in flight
     gated: int = 0  # sequences that wait for a grammar or an adapter
     gated_by_adapters: int = 0  # sequences that wait for an adapter
+    # (sequences that run, measured seconds of a decode-only step of so many, and per prompt token); 0: unknown
+    step_costs: tuple[int, float, float] = (0, 0.0, 0.0)
     load: EngineLoad | None = None  # None: the turn has not published yet
     totals: Totals  # counts since start; not a copy, so the scheduler keeps changing it
     outputs: Outputs = msgspec.field(default_factory=lambda: Outputs({}, []))

@@ -3,7 +3,9 @@
 It shows what a pool size and an admission mode do to a given load.
 
 The core is the real one; only the executor is made up.  The executor knows when each output ends.  The scheduler does
-not, unless the job says so (`ends_known`).  A step takes as long as `StepTime` says for its tokens and rows.
+not, unless the job says so (`ends_known`).  A step takes as long as `StepTime` says for its tokens and rows; of a
+request log it is what explains the log's times (step_fit.py).  A request log is simulated with what the log itself
+says in the first line of the table, so that a reader sees how well the simulation predicts it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from quire.engine.config import EngineConfig
 from quire.engine.core.blocks import BlockPool, HostPool
 from quire.engine.core.limits import Limits
 from quire.engine.core.plan import Sampler, StepPlan
@@ -25,22 +28,14 @@ from quire.engine.core.policy.admission import ADMISSION
 from quire.engine.core.policy.step_cost import StepCostModel
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor
-from quire.engine.tools.trace import EOS, VOCAB, Job, TraceError, burst, read_trace
+from quire.engine.observers.request_log import RequestLine
+from quire.engine.tools.step_fit import fit
+from quire.engine.tools.step_time import StepTime
+from quire.engine.tools.trace import EOS, VOCAB, Job, TraceError, burst, read_lines, read_trace
 from quire.engine.wire.messages import Generate, Sampling
 
 FAR = 1 << 62
 SLO_TTFT_S, SLO_ITL_S = 2.0, 0.2
-
-
-class StepTime(msgspec.Struct, frozen=True):
-    """Model of a step's time, in seconds."""
-
-    fixed: float = 0.010  # seconds per step
-    row: float = 0.0002  # seconds per decoding sequence
-    prompt_token: float = 0.00005  # seconds per prompt token
-
-    def __call__(self, rows: int, prompt_tokens: int) -> float:
-        return self.fixed + self.row * rows + self.prompt_token * prompt_tokens
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -75,6 +70,11 @@ class _Script(ScriptedExecutor):
         return EOS if position + 1 == job.output_len else 1
 
 
+def on_time(ttft_s: float, rest_s: float, tokens: int) -> bool:
+    """Return whether an answer was within both limits.  `rest_s`: seconds from the first token to the last."""
+    return ttft_s <= SLO_TTFT_S and rest_s / max(1, tokens - 1) <= SLO_ITL_S
+
+
 def efficiency(held_blocks: int, reserved_blocks: int) -> float:
     """Return eta: blocks held with paging / blocks that static allocation at the maximum length would hold, now.
 
@@ -82,7 +82,15 @@ def efficiency(held_blocks: int, reserved_blocks: int) -> float:
     return held_blocks / reserved_blocks if reserved_blocks else 1.0
 
 
-def engine_limits(mode: str, *, max_seqs: int = 256, step_tokens: int = 1024, threshold: float = 0.9) -> Limits:
+def engine_limits(
+    mode: str,
+    *,
+    max_seqs: int = 256,
+    step_tokens: int = 1024,
+    threshold: float = 0.9,
+    itl_stretch: float = 0.0,
+    step_target_s: float = 0.0,
+) -> Limits:
     """Return the limits of an engine without a model, for an admission mode."""
     return Limits(
         max_seqs,
@@ -94,6 +102,8 @@ def engine_limits(mode: str, *, max_seqs: int = 256, step_tokens: int = 1024, th
         frozenset([EOS]),
         "sim",
         mode,
+        itl_stretch=itl_stretch,
+        step_target_s=step_target_s,
     )
 
 
@@ -114,7 +124,7 @@ def simulate(
     Copies to the `host_blocks` of host memory and back take no time.  Raises ValueError for a job that cannot run."""
     pool = BlockPool(blocks, block_size, caching=caching)
     core = Scheduler(pool, limits, HostPool(host_blocks), StepCostModel(swap_bytes_per_s))
-    run = _Run(sorted(jobs, key=lambda job: job.at_s), core, blocks)
+    run = _Run(sorted(jobs, key=lambda job: job.at_s + job.claimed_s), core, blocks)
     while run.coming or not core.idle:
         run.accept()
         run.submit(step_time or StepTime())
@@ -135,17 +145,17 @@ class _Run:
         self.planned: StepPlan | None = None
         self.now = self.device = 0.0  # virtual clocks of the host and the device, seconds
         self.full = self.contended = self.filled = self.eta = self.busy = 0.0  # integrals over time, for the report
-        self.begun: dict[str, float] = {}  # id -> time of its first token
-        self.last: dict[str, float] = {}  # id -> time of its last token so far
+        self.begun: dict[tuple[str, int], float] = {}  # (id, choice) -> time of its first token
+        self.last: dict[tuple[str, int], float] = {}  # (id, choice) -> time of its last token so far
         self.ttft: list[float] = []
         self.itl: list[float] = []
-        self.good = 0
+        self.good = 0.0
 
     def accept(self) -> None:
         """Accept the jobs that have arrived, and cancel the jobs whose clients leave."""
         if self.core.idle:
-            self.now = max(self.now, self.coming[0][1].at_s)
-        while self.coming and self.coming[0][1].at_s <= self.now:
+            self.now = max(self.now, self.coming[0][1].at_s + self.coming[0][1].claimed_s)
+        while self.coming and self.coming[0][1].at_s + self.coming[0][1].claimed_s <= self.now:
             number, job = self.coming.popleft()
             self.core.accept(_request(number, job))
             if job.leaves_s:
@@ -189,16 +199,15 @@ class _Run:
                 continue
             if not delta.token_ids:
                 raise ValueError(f"job {delta.id}: {delta.finish.message if delta.finish else ''}")
-            arrived = self.jobs[int(delta.id)].at_s
+            job, choice = self.jobs[int(delta.id)], (delta.id, delta.index)
             if delta.first == 0:
-                self.begun[delta.id] = now
-                self.ttft.append(now - arrived)
+                self.begun[choice] = now
+                self.ttft.append(now - job.at_s)
             else:
-                self.itl.append(now - self.last[delta.id])
-            self.last[delta.id] = now
+                self.itl.append(now - self.last[choice])
+            self.last[choice] = now
             if delta.finish is not None:
-                mean = (now - self.begun[delta.id]) / max(1, delta.first)
-                self.good += self.begun[delta.id] - arrived <= SLO_TTFT_S and mean <= SLO_ITL_S
+                self.good += on_time(self.begun[choice] - job.at_s, now - self.begun[choice], delta.first + 1) / job.n
 
     def report(self) -> Report:
         totals, calibration = self.core.report.totals, self.core.admission.forecast.calibration
@@ -238,6 +247,7 @@ def _request(number: int, job: Job) -> Generate:
         priority=job.priority,
         tenant=job.tenant,
         weight=job.weight,
+        n=job.n,
     )
 
 
@@ -267,6 +277,21 @@ def line(mode: str, seed: int, report: Report) -> str:
     )
 
 
+def measured(lines: Sequence[RequestLine]) -> str:
+    """Format what a request log says itself, as a line of the table below HEADER; times of single tokens are not in it.
+
+    As in a simulation, only requests with output count; those that the client ended are not on time."""
+    ran = [line for line in lines if line.output_len or line.outcome in ("cancelled", "deadline")]
+    whole = [line for line in ran if line.outcome in ("stop", "length") and line.ttft_s is not None]
+    good = sum(on_time(line.ttft_s or 0.0, line.e2e_s - (line.ttft_s or 0.0), line.output_len) for line in whole)
+    ttft = percentiles([line.ttft_s for line in ran if line.ttft_s is not None])
+    return (
+        f"{'measured':<10} {'':>5} {len(ran):>5} {sum(line.preemptions for line in ran):>7} "
+        f"{sum(line.pauses for line in ran):>6} {'':>10} {'':>6} {'':>6} {'':>6} {'':>8} "
+        f"{ttft[0]:>7.2f} /{ttft[2]:>6.2f} {'':>8}  {'':>5}  {'':>5} {good / max(1, len(ran)):>8.3f}"
+    )
+
+
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m quire.engine.tools simulate", description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
@@ -281,26 +306,82 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--known", action="store_true", help="of --burst: outputs end at max_tokens (ignore_eos)")
     parser.add_argument("--mode", choices=[*ADMISSION, "all"], default="all", help="admission mode (default: all)")
     parser.add_argument("--kv-blocks", type=int, default=512, help="blocks in the pool (default: 512)")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens of a block (default: 16)")
     parser.add_argument("--max-seqs", type=int, default=256, help="sequences that may run at once (default: 256)")
+    parser.add_argument("--step-tokens", type=int, default=1024, help="most tokens of a step (default: 1024)")
+    for name, of_log in (("itl_stretch", EngineConfig().itl_stretch), ("step_target_s", EngineConfig().step_target_s)):
+        flag, text = (
+            f"--{name.replace('_', '-')}",
+            f"as the engine's option (default: {of_log:g} for a request log, else 0)",
+        )
+        parser.add_argument(flag, type=float, help=text)
+    parser.add_argument("--depth", type=int, default=1, help="steps in flight: 1 on a CPU, 2 on a GPU (default: 1)")
+    parser.add_argument(
+        "--step-ms",
+        type=float,
+        nargs=3,
+        metavar=("FIXED", "ROW", "TOKEN"),
+        help="ms of a step: fixed, for each running sequence, for each prompt token (default: of a request log, what "
+        "explains its times; else 10, 0.2, 0.05)",
+    )
+    parser.add_argument(
+        "--at",
+        choices=("claimed", "queued"),
+        default="claimed",
+        help="of a request log: the engine gets a request when it did, in the lanes' order, or at once when it was "
+        "queued, as for another pool (default: claimed)",
+    )
     return parser
+
+
+def settings(args: argparse.Namespace, lines: Sequence[RequestLine]) -> tuple[dict[str, float], StepTime]:
+    """Return the bounds of a step with prompts, and the step times.  Raises ValueError if no log has the times."""
+    defaults = EngineConfig() if lines else None
+    bounds = {
+        name: getattr(defaults, name, 0.0) if getattr(args, name) is None else getattr(args, name)
+        for name in ("itl_stretch", "step_target_s")
+    }
+    if args.step_ms:
+        return bounds, StepTime(*(ms / 1000 for ms in args.step_ms))
+    if not lines:
+        return bounds, StepTime()
+    if (times := fit(lines)) is None:
+        raise ValueError(f"{args.trace} has too few complete answers to fit the time of a step: give --step-ms")
+    return bounds, times
+
+
+def runs_of(args: argparse.Namespace) -> tuple[list[tuple[int, list[Job]]], list[RequestLine]]:
+    """Return the jobs to simulate by seed, and the lines of a request log; no lines for any other source."""
+    if not args.trace:
+        made = [
+            (seed, burst(seed, peak=args.peak, max_tokens=args.max_tokens, ends_known=args.known))
+            for seed in range(args.seeds)
+        ]
+        return made, []
+    jobs = read_trace(args.trace, max_tokens=args.max_tokens, rate=args.rate)
+    if args.at == "queued":
+        jobs = [msgspec.structs.replace(job, claimed_s=0.0) for job in jobs]
+    return [(0, jobs)], [line for line in read_lines(args.trace) if isinstance(line, RequestLine)]
 
 
 def main(argv: list[str]) -> int:
     """Run simulations and print a table.  Returns 2, with one line on stderr, if the trace is invalid."""
     args = options().parse_args(argv)
     try:
-        runs = (
-            [(0, read_trace(args.trace, max_tokens=args.max_tokens, rate=args.rate))]
-            if args.trace
-            else [
-                (seed, burst(seed, peak=args.peak, max_tokens=args.max_tokens, ends_known=args.known))
-                for seed in range(args.seeds)
-            ]
-        )
+        runs, lines = runs_of(args)
+        bounds, times = settings(args, lines)
+        if lines:
+            fixed, row, token = (1000 * seconds for seconds in msgspec.structs.astuple(times))
+            print(f"a step takes {fixed:.3f} ms, {row:.4f} ms per running sequence and {token:.4f} ms per prompt token")
         print(HEADER)
+        if lines:
+            print(measured(lines))
         for mode in ADMISSION if args.mode == "all" else (args.mode,):
+            limits = engine_limits(mode, max_seqs=args.max_seqs, step_tokens=args.step_tokens, **bounds)
             for seed, jobs in runs:
-                report = simulate(jobs, engine_limits(mode, max_seqs=args.max_seqs), args.kv_blocks)
+                report = simulate(
+                    *(jobs, limits, args.kv_blocks), block_size=args.block_size, step_time=times, depth=args.depth
+                )
                 print(line(mode, seed, report), flush=True)
     except (TraceError, OSError, ValueError) as error:
         print(f"simulate: {error}", file=sys.stderr)

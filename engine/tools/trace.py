@@ -31,6 +31,8 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     priority: int = 0
     ends_known: bool = False  # the scheduler knows that the output ends at max_tokens (ignore_eos)
     leaves_s: float = 0.0  # seconds after its arrival at which the client cancels; 0: never
+    claimed_s: float = 0.0  # seconds after its arrival at which the engine gets it
+    n: int = 1  # choices, each of output_len tokens
 
 
 def burst(
@@ -66,6 +68,21 @@ class TraceError(OperatorError):
     exit_status = 2
 
 
+def read_lines(path: Path) -> list[Job | RequestLine]:
+    """Read a trace or a request log.  Raises TraceError."""
+    found: list[Job | RequestLine] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            fields = msgspec.json.decode(line, type=dict[str, Any])
+            if "unix_s" in fields:
+                found.append(msgspec.convert(fields, RequestLine))
+            else:
+                found.append(msgspec.convert(fields, Job))
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise TraceError(f"{path}, line {number}: {error}") from None
+    return found
+
+
 def read_trace(path: Path, *, max_tokens: int = 0, rate: float = 0.0, seed: int = 0) -> list[Job]:
     """Read jobs from lines of JSON, which have the fields of Job or are lines of a request log.
 
@@ -73,18 +90,14 @@ def read_trace(path: Path, *, max_tokens: int = 0, rate: float = 0.0, seed: int 
     process with `rate` jobs/s instead of their own times.  Raises TraceError."""
     jobs: list[Job] = []
     rng, now = random.Random(seed), 0.0
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            fields = msgspec.json.decode(line, type=dict[str, Any])
-            job = logged(fields) if "unix_s" in fields else msgspec.convert(fields, Job)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise TraceError(f"{path}, line {number}: {error}") from None
+    for number, line in enumerate(read_lines(path), 1):
+        job = logged(line) if isinstance(line, RequestLine) else line
         if job is None:
             continue
         if job.max_tokens == 0 and max_tokens:
             job = msgspec.structs.replace(job, max_tokens=max_tokens, output_len=min(job.output_len, max_tokens))
         if rate:
-            job = msgspec.structs.replace(job, at_s=(now := now + rng.expovariate(rate)))
+            job = msgspec.structs.replace(job, claimed_s=0.0, at_s=(now := now + rng.expovariate(rate)))
         for field, least in (("prompt_len", 1), ("output_len", 1), ("max_tokens", job.output_len), ("at_s", 0)):
             if (value := getattr(job, field)) < least:
                 raise TraceError(f"{path}, line {number}: {field} is {value}; it must be at least {least}")
@@ -94,11 +107,11 @@ def read_trace(path: Path, *, max_tokens: int = 0, rate: float = 0.0, seed: int 
     return jobs
 
 
-def logged(fields: dict[str, Any]) -> Job | None:
+def logged(line: RequestLine) -> Job | None:
     """Return the job for a line of a request log; None: the request had no output.
 
-    For a cancelled request, or one past its deadline, the job's client cancels after the same time."""
-    line = msgspec.convert(fields, RequestLine)
+    For a cancelled request, or one past its deadline, the job's client cancels after the same time.  Cached tokens
+    become a prefix of all jobs of its tenant: the log does not identify prompts."""
     left = line.outcome in ("cancelled", "deadline")
     if not line.output_len and not left:
         return None
@@ -107,7 +120,11 @@ def logged(fields: dict[str, Any]) -> Job | None:
         line.max_tokens if left else line.output_len,
         at_s=max(0.0, line.at_s),
         max_tokens=line.max_tokens,
+        prefix_len=min(line.cached_tokens, line.prompt_len),
         tenant=line.tenant,
         priority=line.priority,
+        ends_known=line.ends_known,
         leaves_s=max(1e-6, line.e2e_s) if left else 0.0,
+        claimed_s=line.claimed_s,
+        n=line.n,
     )

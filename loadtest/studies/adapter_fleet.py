@@ -25,7 +25,8 @@ from quire.engine.core.blocks import BlockPool, HostPool
 from quire.engine.core.limits import Outputs
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.observers.prefix_reports import HeldPrefixes
-from quire.engine.tools.simulate import StepTime, engine_limits
+from quire.engine.tools.simulate import engine_limits
+from quire.engine.tools.step_time import StepTime
 from quire.engine.tools.trace import VOCAB
 from quire.engine.wire.messages import Delta, Generate
 from quire.engine.wire.prefixes import adapter_digest

@@ -45,7 +45,8 @@ from quire.engine.core.scheduler import Scheduler
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor
 from quire.engine.observers.prefix_reports import HeldPrefixes, PromptBacklog
 from quire.engine.orders import merged
-from quire.engine.tools.simulate import FAR, StepTime, engine_limits, percentiles
+from quire.engine.tools.simulate import FAR, engine_limits, percentiles
+from quire.engine.tools.step_time import StepTime
 from quire.engine.tools.trace import EOS, VOCAB
 from quire.engine.wire import scripts
 from quire.engine.wire.engine_side import EngineSide

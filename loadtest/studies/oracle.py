@@ -37,7 +37,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from quire.engine.tools.simulate import StepTime
+from quire.engine.tools.step_time import StepTime
 from quire.loadtest.studies.lane_policies import POLICIES, WITHOUT_LENGTHS
 from quire.loadtest.studies.pool_model import Capacity, Goal, Outcome, Pool, Request, Work, run
 

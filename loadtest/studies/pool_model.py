@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quire.engine.tools.simulate import StepTime
+from quire.engine.tools.step_time import StepTime
 
 Array = npt.NDArray[np.int64]
 

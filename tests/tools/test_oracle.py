@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.tools.simulate import StepTime, engine_limits, simulate
+from quire.engine.tools.simulate import engine_limits, simulate
+from quire.engine.tools.step_time import StepTime
 from quire.engine.tools.trace import Job, burst
 from quire.loadtest.studies import __main__ as studies
 from quire.loadtest.studies.lane_policies import OneQueue, TwoLanes

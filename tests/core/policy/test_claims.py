@@ -8,7 +8,8 @@ from quire.engine.core.blocks import BlockPool
 from quire.engine.core.policy.step_cost import FIRST
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor
-from quire.engine.tools.simulate import FAR, StepTime, engine_limits
+from quire.engine.tools.simulate import FAR, engine_limits
+from quire.engine.tools.step_time import StepTime
 from quire.engine.wire.messages import Generate, Sampling
 
 SLOW = StepTime(fixed=0.01, row=0.0017, prompt_token=0.0008)  # the 42M model on two cores

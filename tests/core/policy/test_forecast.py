@@ -18,6 +18,7 @@ from quire.engine.core.policy.admission import ADMISSION
 from quire.engine.core.policy.admission_forecast import CAUTION
 from quire.engine.core.policy.forecast import LONGEST, Demand, Held, LengthModel, Lengths, bucket_of, edge
 from quire.engine.tools import simulate
+from quire.engine.tools.step_time import StepTime
 from quire.engine.tools.trace import Job, burst, read_trace
 from quire.loadtest.studies import baselines
 from tests.pace import python_s
@@ -335,7 +336,7 @@ def test_eta_is_paged_over_static_blocks() -> None:
         ("static", 1.0, sum(range(16, 32)) / 128 / 16),
     ]
     for mode, eta, filled in cases:
-        report = simulate.simulate(one, simulate.engine_limits(mode), 8, step_time=simulate.StepTime(1.0, 0.0, 0.0))
+        report = simulate.simulate(one, simulate.engine_limits(mode), 8, step_time=StepTime(1.0, 0.0, 0.0))
         assert report.efficiency == pytest.approx(eta)
         assert report.filled == pytest.approx(filled)
 

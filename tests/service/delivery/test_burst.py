@@ -12,7 +12,8 @@ from quire.engine.core.blocks import BlockPool
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor
 from quire.engine.observers.load_report import Pace, Rate
-from quire.engine.tools.simulate import FAR, SLO_TTFT_S, StepTime, engine_limits
+from quire.engine.tools.simulate import FAR, SLO_TTFT_S, engine_limits
+from quire.engine.tools.step_time import StepTime
 from quire.engine.tools.trace import VOCAB, Job, burst
 from quire.engine.wire.messages import Generate, Sampling
 from quire.engine.wire.records import Fleet, Lane, LaneQueue, TenantQueue

@@ -1,0 +1,98 @@
+"""Step times from a request log: seconds per step, per running sequence and per prompt token.
+
+    line of the log:   queued ---- started --- first token ---------------- end: the engine's measured step times
+                                      prompt            output_len - 1 steps
+
+The engine writes with each line what it has measured: a step of so many sequences without prompts, and a prompt token
+in addition.  A straight line through the first, and the median of the second, are the shape.  Its scale comes from the
+answers: between its first token and its end a sequence takes part in every step, so that time is
+
+    steps * fixed + (sum over the steps of running sequences) * row + (prompt tokens computed meanwhile) * prompt_token
+
+and whatever the loop does between two steps is in it, too.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+from statistics import fmean, linear_regression, median
+
+import msgspec
+
+from quire.engine.observers.request_log import RequestLine
+from quire.engine.tools.step_time import StepTime
+
+LEAST_STEPS = 8  # shorter answers say more of rounding than of steps
+ROUNDING_S = 1e-5  # more than the sums of rounded times in a log differ
+LEAST_LINES = 8  # fewer answers that ran through do not determine the scale
+
+
+class Integral:
+    """The integral over time of a sum of rates, each of which lasts from one time to another."""
+
+    def __init__(self, spans: Iterable[tuple[float, float, float]]) -> None:
+        """`spans`: (from, to, rate), in seconds and units per second."""
+        changes: dict[float, float] = {}
+        for start, end, rate in spans:
+            changes[start] = changes.get(start, 0.0) + rate
+            changes[end] = changes.get(end, 0.0) - rate
+        self._times = sorted(changes)
+        self._rates = list(accumulate(changes[at] for at in self._times))
+        parts = [(after - at) * rate for (at, after), rate in zip(pairwise(self._times), self._rates, strict=False)]
+        self._sums = [0.0, *accumulate(parts)]
+
+    def until(self, time: float) -> float:
+        """Return the integral from the first time to `time`."""
+        at = bisect_right(self._times, time) - 1
+        return self._sums[at] + (time - self._times[at]) * self._rates[at] if at >= 0 else 0.0
+
+
+def fit(lines: Sequence[RequestLine]) -> StepTime | None:
+    """Return the step times that explain a request log; None: it has too few answers that ran through."""
+    ran = [line for line in lines if line.queue_s is not None and line.ttft_s is not None and line.output_len]
+    # Pauses and preemptions are not steps.
+    kept = [line for line in ran if line.output_len > LEAST_STEPS and not line.preemptions and not line.pauses]
+    if len(kept) < LEAST_LINES or (shape := measured_by_engine(ran)) is None:
+        return None
+    rows = Integral(_rows(line) for line in ran)
+    prompts = Integral(_prompt(line) for line in ran)
+    took = modelled = 0.0
+    for line in kept:
+        first, end, steps = line.at_s + (line.ttft_s or 0.0), line.at_s + line.e2e_s, line.output_len - 1
+        mean = (rows.until(end) - rows.until(first)) / (end - first)
+        took += end - first
+        modelled += steps * (shape.fixed + mean * shape.row)
+        modelled += (prompts.until(end) - prompts.until(first)) * shape.prompt_token
+    return StepTime(*(seconds * took / modelled for seconds in msgspec.structs.astuple(shape)))
+
+
+def measured_by_engine(lines: Sequence[RequestLine]) -> StepTime | None:
+    """Return the step times that the engine has measured itself, without the time between steps; None: none."""
+    steps = [(line.running, line.step_s) for line in lines if line.running and line.step_s]
+    tokens = [line.prompt_token_s for line in lines if line.prompt_token_s]
+    if not steps or not tokens:
+        return None
+    running, seconds = zip(*steps, strict=True)
+    if len(set(running)) < 2:
+        return StepTime(fmean(seconds), 0.0, median(tokens))
+    row, fixed = linear_regression(running, seconds)
+    if fixed < 0 or row < 0:  # nearly all of the time is one of the two
+        fixed, row = (0.0, fmean(seconds) / fmean(running)) if fixed < 0 else (fmean(seconds), 0.0)
+    return StepTime(fixed, row, median(tokens))
+
+
+def _rows(line: RequestLine) -> tuple[float, float, float]:
+    """Return when a line's sequences decoded, and how many of them ran on average: the others waited for a block."""
+    first, end = line.at_s + (line.ttft_s or 0.0), line.at_s + line.e2e_s
+    return first, end, max(0.0, line.n - line.paused_s / (end - first)) if end > first else 0.0
+
+
+def _prompt(line: RequestLine) -> tuple[float, float, float]:
+    """Return when a line's prompt was computed, and its tokens per second.
+
+    The log has the end of the step that started it, so a prompt of one step ends when it starts."""
+    start, first = line.at_s + (line.queue_s or 0.0), line.at_s + (line.ttft_s or 0.0)
+    start = min(start, first - ROUNDING_S)
+    return start, first, (line.prompt_len - line.cached_tokens) / (first - start)
