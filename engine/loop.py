@@ -85,6 +85,7 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
         grammars=info.grammars,
         beams=info.beams and shares_blocks(config.admission),
         adapter_slots=config.lora_slots if info.adapters else 0,
+        tile_tokens=info.tile_tokens,
         recurrent=info.state_bytes > 0,
     )
     pool = BlockPool(

@@ -31,6 +31,7 @@ class Limits(msgspec.Struct, frozen=True):
     grammars: bool = False  # whether the executor supports Sampling.grammar
     beams: bool = False  # whether the executor supports Slice.candidates, which beam search needs
     adapter_slots: int = 0  # LoRA adapters whose sequences may run at once; 0: the executor has no LoRA support
+    tile_tokens: int = 1  # tokens that linear layers compute together (ModelInfo.tile_tokens)
     recurrent: bool = False  # the model has recurrent layers, which keep a state per slot
 
 

@@ -90,7 +90,7 @@ class Scheduler:
         self.claims = Claims(self.step_cost, self.batch, self.waiting, self.adapters)
         self.groups = Groups(pool, self.batch, limits, layers)
         self.forced = ForcedTokens(self.report, JumpCosts(self.step_cost))
-        self.drafts = Drafts(pool, self.batch, self.allocation, self.report, DraftController(self.step_cost), layers)
+        self.drafts = self._build_drafts(layers)
         self.isolation = Isolation()
         self.fairness = Fairness(
             *(self.requests, self.batch, self.waiting, self.admission, self.isolation, self.swapping, self.adapters)
@@ -130,6 +130,10 @@ class Scheduler:
             step_tokens=limits.step_tokens,
             max_model_len=limits.max_model_len,
         )
+
+    def _build_drafts(self, layers: LayerGroups) -> Drafts:
+        policy = DraftController(self.step_cost, self.limits.tile_tokens)
+        return Drafts(self.pool, self.batch, self.allocation, self.report, policy, layers)
 
     def _build_headroom(self) -> Headroom:
         return Headroom(

@@ -34,6 +34,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     state_bytes: int = 0  # bytes of recurrent state per sequence; 0: all layers attend
     checkpoints: int = 0  # places for copies of recurrent states
     draft_tokens: int = 0  # maximum drafts of a step; 0: limited by the step's tokens only
+    tile_tokens: int = 1  # tokens that linear layers compute together: further tokens of a tile take little time
     windows: list[WindowGroup] = []  # layers that release blocks before their sliding window
     # Other sequences of a step may change a token's logits by more than rounding: an expert changes at a near-tie.
     near_ties: bool = False

@@ -36,6 +36,7 @@ from quire.engine.executor.kv_cache import GIB
 from quire.engine.executor.lora.store import AdapterStore
 from quire.engine.executor.models import fused
 from quire.engine.executor.models.hf import LoadedModel, load_model
+from quire.engine.executor.models.linear import tile_tokens
 from quire.engine.executor.models.sources import builtin
 from quire.engine.executor.models.weights import fingerprint
 from quire.engine.executor.ranks.ranks import ALONE, Ranks
@@ -114,8 +115,7 @@ class LocalExecutor:
         """Compile the kernels if this machine has not yet, load the model, allocate the KV cache, start.
 
         ranks: if there are several, this process computes the shard of one of them (`parallel.py`).
-        Raises ModelLoadError, and KernelBuildError without a compiler.
-        """
+        Raises ModelLoadError, and KernelBuildError without a compiler."""
         began = time.monotonic()
         threads = config.threads or max(1, host_resources.usable_cpus() // ranks.size)
         torch.set_num_threads(threads)  # threads of this thread's own OpenMP team
@@ -150,6 +150,7 @@ class LocalExecutor:
             adapters=self._worker.adapters is not None,
             draft_tokens=self._worker.draft_tokens,
             near_ties=model.near_ties,
+            tile_tokens=tile_tokens(model.module),
             **self._worker.state_facts(),
         )
         no_drafts = why_no_drafts(config, kind, self.info.state_bytes > 0, dependence)

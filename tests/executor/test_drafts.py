@@ -442,3 +442,9 @@ def test_the_start_log_says_whether_an_engine_drafts_and_why_not(
     with caplog.at_level("INFO"):
         open_llm(checkpoint("llama"), drafts=drafts).close()
     assert f"speculative decoding: {line}" in caplog.messages
+
+
+def test_drafts_are_counted_by_the_tiles_of_the_models_kernels(llm: LLM) -> None:
+    policy = build_scheduler(llm.config, llm.executor).drafts.policy
+    assert isinstance(policy, DraftController)
+    assert policy._tile_tokens == llm.executor.info.tile_tokens > 1

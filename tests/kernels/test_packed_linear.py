@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -55,3 +58,16 @@ def test_what_does_not_fit_is_refused(kind: str) -> None:
         ops.packed_linear(x, weight, None, torch.zeros(2, 32), silu_mul=True)
     with pytest.raises(ValueError, match="weight: size is 95"):
         ops.packed_linear(x, weight, None, norm=torch.ones(95))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_tile_of_rows_is_that_of_the_kernel(dtype: torch.dtype) -> None:
+    """Drafts are counted by it.  The source of the kernel names it for 16 lanes, for 8, and for fewer."""
+    source = (Path(__file__).parents[2] / "csrc/cpu/product.cpp").read_text(encoding="utf-8")
+    found = re.search(r"kRows = kLanes == 16 \? (\d+) : kLanes == 8 \? (\d+) : (\d+);", source)
+    assert found is not None
+    columns, _ = ops.packed_layout(dtype)
+    own = int(found[{32: 1, 16: 2}.get(columns, 3)])
+    weight = packed("plain", torch.randn(64, 96).to(dtype))
+    assert ops.tile_tokens(weight) == (16 if weight.widen else own)
+    assert ops.tile_tokens(packed("int8", torch.randn(64, 96))) == 1

@@ -1,12 +1,20 @@
 """Draft control: how many drafts a step computes, for the maximum tokens per second.
 
     D(n)          seconds of a step of n sequences without drafts (StepCostModel.exact_decode_s)
-    D(n) + X(d)   seconds of a step of n sequences with d drafts in total: X is measured for each power of two of n
+    D(n) + X(p)   seconds of a step of n sequences with drafts in p tokens of new tiles: measured per power of two of n
     survival      probability that a draft token and all draft tokens before it are accepted: rate ** its position
 
 A step without drafts gives n tokens, and each draft token adds its survival.  All draft tokens of a batch are ranked by
-survival; the first d are computed, with the d that maximises (n + sum of survivals) / (D(n) + X(d)).  No draft is
+survival; the first d are computed, with the d that maximises (n + sum of survivals) / (D(n) + X(p)).  No draft is
 computed unless this exceeds n / D(n) by the factor MARGIN.
+
+Linear layers compute tokens in tiles of T, so drafts are counted by the tiles that they begin:
+
+    tokens  | n sequences and drafts |  free  ||          tile            ||        tile ...
+            |<------ complete tiles --------->|<-- p = T: as long for one draft as for T -->|
+
+Drafts that fit into the last tile of a step count as p = 1.  So a tile is filled or not begun, and a probe stays in the
+last tile if that is not full.
 
 Acceptance rates are learnt per request, and per tenant, source and match length.  A request begins with its tenant's
 rates.  An executor that runs ahead has a step in flight when the next step is planned.  Drafts need the result of the
@@ -20,8 +28,10 @@ Predictions err, so a credit account, in seconds, bounds the time that drafts ma
     + PROBES * D(n) for each step in which drafts could have been computed and did not pay
     + time that accepted drafts have saved, - time that drafts have added, both as measured
 
-Other work on the machine may hide the time that drafts add.  So X(d) is at least the time of d prompt tokens, times the
-fraction of D(n) that n prompt tokens take: further tokens cost little only while a step waits for weights.
+Other work on the machine delays steps by more than drafts do, often for several steps.  So the time of a step with
+drafts is divided by the pace (StepCostModel.pace): the time of the decode-only steps just before it over their average.
+An average that is too old is measured anew first.  And X(p) is at least the time of p prompt tokens, times the fraction
+of D(n) that n prompt tokens take: further tokens cost little only while a step waits for weights.
 
 A step computes at most the drafts whose time the account can pay even if all of them are refused.  If no drafts were
 computed, no rate would be learnt.  So when the account holds twice the time of PROBE_TOKENS drafts, these are computed
@@ -42,7 +52,7 @@ from quire.engine.wire.messages import Generate
 
 MARGIN = 1.03  # minimum predicted speedup for which drafts are computed, since predictions err
 PROBES = 1 / 200  # fraction of the time of steps without drafts that drafts may lose
-FIRST_CREDIT = 0.5  # initial credit, in steps without drafts
+FIRST_CREDIT = 0.25  # initial credit, in steps without drafts
 MOST_CREDIT = 2.0  # maximum credit, in decode-only steps of the batch size, however much time drafts have saved
 GROWTH = 2.0  # a step has at most this multiple of the drafts measured so far, since the time of more is unknown
 PROBE_TOKENS = 4  # draft tokens of a probe
@@ -76,29 +86,31 @@ class _Rate:
 
 @dataclass(slots=True)
 class _Extra:
-    """Extra seconds that drafts add to steps of similar batch size, keyed by the bit length of the number of drafts.
+    """Extra seconds that drafts add to steps of similar batch size, keyed by the bit length of p.
 
     The first measurement may be far too long, and then few drafts would be computed to correct it, so a lower second
     measurement replaces it.  Measurements below 0 are clock errors; they are averaged in, too, to avoid a bias."""
 
     seconds: dict[int, float] = field(default_factory=dict)
+    padded: dict[int, float] = field(default_factory=dict)  # moving average of p in these steps
     tokens: dict[int, float] = field(default_factory=dict)  # moving average of the number of drafts in these steps
     readings: dict[int, int] = field(default_factory=dict)  # number of measurements
 
-    def record(self, tokens: int, extra: float, alone: float) -> None:
-        size = tokens.bit_length()
-        doubtful, known = self.doubtful(tokens, OUTLIER * alone), self.seconds.get(size, extra)
+    def record(self, padded: int, tokens: int, extra: float, alone: float) -> None:
+        size = padded.bit_length()
+        doubtful, known = self.doubtful(padded, OUTLIER * alone), self.seconds.get(size, extra)
         self.readings[size] = self.readings.get(size, 0) + 1
         if doubtful:
             known = min(known, extra)
         weight = max(FRESH, 1 / self.readings[size])
         self.seconds[size] = known + weight * (min(extra, OUTLIER * max(known, alone)) - known)
-        count = self.tokens.setdefault(size, float(tokens))
-        self.tokens[size] = count + FRESH * (tokens - count)
+        for averages, value in ((self.padded, padded), (self.tokens, tokens)):
+            average = averages.setdefault(size, float(value))
+            averages[size] = average + FRESH * (value - average)
 
-    def doubtful(self, tokens: int, limit_s: float) -> bool:
-        """Return whether steps with about `tokens` drafts were measured only once, at more than `limit_s`."""
-        size = tokens.bit_length()
+    def doubtful(self, padded: int, limit_s: float) -> bool:
+        """Return whether steps with about this p were measured only once, at more than `limit_s`."""
+        size = padded.bit_length()
         return self.readings.get(size) == 1 and self.seconds[size] > limit_s
 
     def cheapest(self) -> float:
@@ -106,19 +118,19 @@ class _Extra:
         return max(0.0, min(seconds / self.tokens[size] for size, seconds in self.seconds.items()))
 
     def line(self, size: int, token_s: float) -> tuple[float, float, float]:
-        """Return a linear estimate (drafts, seconds, seconds per further draft) for a bit length of numbers of drafts.
+        """Return a linear estimate (p, seconds, seconds per further token of p) for a bit length of p.
 
-        The estimate starts from the largest measured number of drafts that is at most `size`."""
+        The estimate starts from the largest measured p of at most this bit length."""
         if not self.seconds:
             return 0.0, 0.0, token_s
         below = max((known for known in self.seconds if known <= size), default=0)
-        if not below:  # fewer drafts than ever measured: assume the time of the smallest measured number
+        if not below:  # less than ever measured: assume the time of the smallest measured p
             return inf, max(0.0, self.seconds[min(self.seconds)]), 0.0
         above = min((known for known in self.seconds if known > below), default=0)
-        extra, count = max(0.0, self.seconds[below]), self.tokens[below]
-        if above and self.tokens[above] > count:
-            return count, extra, max(0.0, self.seconds[above] - extra) / (self.tokens[above] - count)
-        return count, extra, max(extra / count, token_s) if count else token_s
+        extra, count = max(0.0, self.seconds[below]), self.padded[below]
+        if above and self.padded[above] > count:
+            return count, extra, max(0.0, self.seconds[above] - extra) / (self.padded[above] - count)
+        return count, extra, max(extra / max(count, self.tokens[below]), token_s)
 
 
 UNKNOWN = _Extra()  # no measurements
@@ -127,8 +139,9 @@ UNKNOWN = _Extra()  # no measurements
 class DraftController:
     """Chooses the drafts that pay.  O(drafts found) per step."""
 
-    def __init__(self, step_cost: StepCostModel) -> None:
-        self._step_cost = step_cost
+    def __init__(self, step_cost: StepCostModel, tile_tokens: int = 1) -> None:
+        """`tile_tokens`: T (ModelInfo.tile_tokens)."""
+        self._step_cost, self._tile_tokens = step_cost, tile_tokens
         self._extra: dict[int, _Extra] = {}  # extra seconds of drafts, by bit length of the sequences in a step
         self._tenants: OrderedDict[str, dict[tuple[int, int], _Rate]] = OrderedDict()
         self._requests: dict[str, dict[int, _Rate]] = {}  # acceptance rates by source
@@ -159,10 +172,10 @@ class DraftController:
         self._idle_s = known + FRESH * (min(idle_s, OUTLIER * known) - known)
         self._step_cost.record_bound(seconds, seqs)
         if alone := self._step_cost.exact_decode_s(seqs):
-            extra = self._extra.setdefault(seqs.bit_length(), _Extra())
-            extra.record(tokens, seconds - alone, alone)
+            extra, padded = self._extra.setdefault(seqs.bit_length(), _Extra()), self._padded(seqs, tokens)
+            extra.record(padded, tokens, seconds / self._step_cost.pace - alone, alone)
             # Use the average, not this measurement, because other work on the machine delays single steps.
-            if not extra.doubtful(tokens, OUTLIER * alone):
+            if not extra.doubtful(padded, OUTLIER * alone):
                 self._book(accepted / seqs * alone - self.extra_s(seqs, tokens), alone)
 
     def forget(self, request: Generate) -> None:
@@ -210,8 +223,14 @@ class DraftController:
 
     def extra_s(self, seqs: int, tokens: int) -> float:
         """Return the estimated seconds that `tokens` drafts add to a step of `seqs` sequences."""
-        count, seconds, each = self._line(seqs, tokens)
-        return max(seconds + max(0.0, tokens - count) * each, tokens * self._floor_s(seqs))
+        padded = self._padded(seqs, tokens)
+        count, seconds, each = self._line(seqs, padded)
+        return max(seconds + max(0.0, padded - count) * each, max(padded, tokens) * self._floor_s(seqs))
+
+    def _padded(self, seqs: int, tokens: int) -> int:
+        """Return p: the tokens of the tiles that `tokens` drafts begin; 1 if they all fit into the last tile."""
+        tile = self._tile_tokens
+        return max(1, (-(-(seqs + tokens) // tile) - -(-seqs // tile)) * tile)
 
     def _floor_s(self, seqs: int) -> float:
         """Return the minimum seconds per draft; it grows with the fraction of a step that is arithmetic; 0: unknown."""
@@ -240,10 +259,10 @@ class DraftController:
         alone, extra = self._step_cost.exact_decode_s(seqs), self._extra.get(seqs.bit_length())
         return 0.0 if not alone or extra is None else max(extra.cheapest(), self._floor_s(seqs)) * seqs / alone
 
-    def _line(self, seqs: int, tokens: int) -> tuple[float, float, float]:
-        """Return the linear estimate (drafts, seconds, seconds per further draft) for about `tokens` drafts."""
+    def _line(self, seqs: int, padded: int) -> tuple[float, float, float]:
+        """Return the linear estimate (p, seconds, seconds per further token of p) for about `padded` tokens of p."""
         extra = self._extra.get(seqs.bit_length(), UNKNOWN)
-        return extra.line(tokens.bit_length(), self._step_cost.token_s)
+        return extra.line(padded.bit_length(), self._step_cost.token_s)
 
     def _book(self, seconds: float, alone: float) -> None:
         """Add saved (+) or lost (-) seconds to the credit account.  `alone`: seconds of the step without drafts."""
@@ -268,14 +287,17 @@ class DraftController:
         ranked = [(-rate * rate if waits else -rate, at) for at, rate in enumerate(rates)]
         idle, credit, floor = self._idle_s if waits else 0.0, self._credit(alone), self._floor_s(seqs)
         heapify(ranked)
-        expected, tokens, best, best_tokens = float(seqs), 0, MARGIN * seqs / alone, 0
+        expected, tokens, size, best, best_tokens = float(seqs), 0, 0, MARGIN * seqs / alone, 0
         order, least = [], max(UNLIKELY, self._worth(seqs) / 2)  # half of the worth, since measured times err
         while tokens < most and ranked[0][0] < -least:
             survival, at = -ranked[0][0], ranked[0][1]
-            if not tokens & (tokens + 1):
-                count, seconds, each = self._line(seqs, tokens + 1)
             tokens += 1
-            extra = idle + max(seconds + (tokens - count) * each if tokens > count else seconds, tokens * floor)
+            padded = self._padded(seqs, tokens)
+            if padded.bit_length() != size:
+                size = padded.bit_length()
+                count, seconds, each = self._line(seqs, padded)
+            extra = seconds + (padded - count) * each if padded > count else seconds
+            extra = idle + max(extra, max(padded, tokens) * floor)
             if extra > credit:
                 break
             order.append(at)
@@ -297,14 +319,17 @@ class DraftController:
 
     def _probe_size(self, lengths: list[int], seqs: int, most: int) -> int:
         """Add PROBES to the credit account for a step without drafts.  Returns the tokens of a due probe, or 0."""
-        alone, count = self._step_cost.exact_decode_s(seqs), min(PROBE_TOKENS, most, max(lengths))
+        alone = self._step_cost.exact_decode_s(seqs)
+        free = -seqs % self._tile_tokens  # tokens that fit into the last tile
+        count = min(PROBE_TOKENS, most, max(lengths), free or PROBE_TOKENS)
         if not alone:
             return 0
         self._book(PROBES * alone, alone)
         if count <= 0:
             return 0
         extra = self._extra.get(seqs.bit_length())
-        if extra is not None and extra.doubtful(count, OUTLIER * alone):  # the only measurement is implausible
+        # The only measurement is implausible.
+        if extra is not None and extra.doubtful(self._padded(seqs, count), OUTLIER * alone):
             return count
         cost = 2 * (self.extra_s(seqs, count) + self._idle_s)
         return count if min(cost, MOST_CREDIT * alone) <= self._credit(alone) else 0

@@ -20,6 +20,9 @@ LEAST = 1  # minimum prompt tokens of a step, so that every prompt makes progres
 CROWD = 4  # prompts get more time if there are more pending prompts than decoding sequences / 4
 FIRST = 128  # prompt tokens of a step before any measurement: seconds, for an 8B model on two CPU cores
 FLOOR = 64  # minimum prompt tokens on a slow machine: with fewer, reading the weights would dominate the step
+PACE = 1 / 2  # weight of a new decode-only step in the current pace
+PACE_STEPS = 8  # the pace is unknown when this many steps have passed since the last decode-only one
+STALE = 64  # an average is measured anew when this many steps have passed since its last decode-only step
 PROBE = 64  # after this many consecutive steps with prompts, one step has none, to measure decode-only steps
 
 
@@ -31,20 +34,21 @@ class StepCostModel:
         self.swap_bytes_per_s = swap_bytes_per_s
         self.token_s = 0.0  # seconds per prompt token, in addition to the decode-only step; 0: unknown
         self._decode_s: dict[int, float] = {}  # bit length of seqs -> seconds of a decode-only step
-        self._nearby: dict[tuple[int, int], tuple[float, int]] = {}  # load_class of seqs -> (seconds, steps measured)
+        # load_class of seqs -> (seconds, steps measured, number of the last such step)
+        self._nearby: dict[tuple[int, int], tuple[float, int, int]] = {}
+        self._steps = 0  # all steps measured
+        self._pace, self._paced_at = 1.0, -PACE_STEPS  # see `pace`, and the number of the step that measured it
         self.mixed_steps = 0  # steps with slices and decoding sequences since the last one without slices
 
     def record_step(self, seconds: float, seqs: int, prompt_tokens: int) -> None:
         """Learn from the time of a step without swaps.  `seqs`: sequences that decoded in it."""
+        self._steps += 1
         if not prompt_tokens:
             self.mixed_steps = 0
             size = seqs.bit_length()
             average = self._decode_s.get(size, seconds)
             self._decode_s[size] = average + STEADY * (min(seconds, OUTLIER * average) - average)
-            average, count = self._nearby.get(load_class(seqs), (seconds, 0))
-            # The plain mean of the first steps, so that the very first step does not dominate the average.
-            average += max(STEADY, 1 / (count + 1)) * (min(seconds, OUTLIER * average) - average)
-            self._nearby[load_class(seqs)] = average, count + 1
+            self._record_nearby(seconds, load_class(seqs))
             return
         self.mixed_steps += seqs > 0
         alone = self.decode_s(max(1, seqs))
@@ -56,13 +60,32 @@ class StepCostModel:
         weight = FRESH * min(1.0, max(prompt_tokens / ROUND, beyond / alone if alone else 0.0))
         self.token_s += weight * (min(reading, OUTLIER * self.token_s) - self.token_s)
 
+    def _record_nearby(self, seconds: float, size: tuple[int, int]) -> None:
+        average, count, last = self._nearby.get(size, (seconds, 0, self._steps))
+        count = 0 if self._steps - last > STALE else count
+        if count:
+            relative = min(OUTLIER, max(1 / OUTLIER, seconds / average)) if average else 1.0
+            self._pace = self.pace + PACE * (relative - self.pace)
+            self._paced_at = self._steps
+        # The plain mean of the first steps, so that the very first step does not dominate the average.
+        average += max(STEADY, 1 / (count + 1)) * (min(seconds, OUTLIER * average) - average)
+        self._nearby[size] = average, count + 1, self._steps
+
     def record_bound(self, seconds: float, seqs: int) -> None:
         """Record that a decode-only step of `seqs` sequences takes at most `seconds`: a larger step took so long.
 
         If `seconds` is below the average, the machine has become faster since decode-only steps were measured."""
-        average, count = self._nearby.get(load_class(seqs), (0.0, 0))
+        self._steps += 1
+        average, count, last = self._nearby.get(load_class(seqs), (0.0, 0, 0))
         if seconds < average:
-            self._nearby[load_class(seqs)] = average + STEADY * (seconds - average), count
+            self._nearby[load_class(seqs)] = average + STEADY * (seconds - average), count, last
+
+    @property
+    def pace(self) -> float:
+        """Time of the latest decode-only steps over their averages: above 1 while other work slows the machine.
+
+        1 if none of the last PACE_STEPS steps was decode-only."""
+        return self._pace if self._steps - self._paced_at < PACE_STEPS else 1.0
 
     def record_swap(self, size: int, seconds: float) -> None:
         """Learn from the time of a copy of `size` bytes between device and host."""
@@ -70,8 +93,11 @@ class StepCostModel:
         self.swap_bytes_per_s += FRESH * (rate - self.swap_bytes_per_s) if self.swap_bytes_per_s else rate
 
     def readings(self, seqs: int) -> int:
-        """Return how many decode-only steps with about `seqs` sequences (within 1/8) were measured."""
-        return self._nearby.get(load_class(seqs), (0.0, 0))[1]
+        """Return how many decode-only steps with about `seqs` sequences (within 1/8) were measured.
+
+        0 if the last of them is more than STALE steps ago."""
+        _, count, last = self._nearby.get(load_class(seqs), (0.0, 0, 0))
+        return count if self._steps - last <= STALE else 0
 
     def decode_s(self, seqs: int) -> float:
         """Return the seconds of a decode-only step with `seqs` sequences; 0: no step was measured.
@@ -86,7 +112,7 @@ class StepCostModel:
         """Return the seconds of a decode-only step with about `seqs` sequences (within 1/8); else `decode_s`.
 
         `decode_s` puts 64 to 127 sequences into one class, which is too coarse while the load rises or falls."""
-        average, _ = self._nearby.get(load_class(seqs), (0.0, 0))
+        average, _, _ = self._nearby.get(load_class(seqs), (0.0, 0, 0))
         return average or self.decode_s(seqs)
 
     def prompt_tokens(self, seqs: int, pending: int, stretch: float, exposed: int | None = None) -> int | None:

@@ -18,6 +18,12 @@ from quire.engine.executor.lora.sites import Sites
 from quire.engine.executor.models.quantised.quantised import Quantised, QuantisedLinear
 
 
+def tile_tokens(model: nn.Module) -> int:
+    """Return how many rows a CPU's kernels multiply together in the model's linear layers; 1: no tile, or unknown."""
+    packed = (getattr(module, "packed", None) for module in model.modules())
+    return max((ops.tile_tokens(one) for one in packed if isinstance(one, ops.Packed)), default=1)
+
+
 class PackedLinear(nn.Module):
     """nn.Linear whose weight [out, in] exists in packed form only, so that no second copy takes memory."""
 

@@ -13,6 +13,9 @@ import torch
 from quire.engine.executor.ops.layers import rms_norm
 from quire.engine.executor.ops.layers import silu_mul as _silu_mul
 
+AMX_ROWS = 16  # rows of a matrix tile
+PRODUCT_ROWS = {16: 12, 8: 5}  # kRows of csrc/cpu/product.cpp by the lanes of a vector; else 4
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -67,6 +70,18 @@ def tiles_keep_order() -> bool:
         for count in (1, 2, 15, 16, 17, 33, 64, 65, 129)
         for first in (0, rows - count)
     )
+
+
+def tile_tokens(packed: Packed) -> int:
+    """Return how many rows `packed_linear` multiplies together: it takes little longer for a full tile than for a row.
+
+    1: no tile, or unknown.  Quantised weights have tiles of four to six rows at most, which matter as little."""
+    if packed.scale is not None or not packed.ours:
+        return 1
+    if packed.widen:
+        return AMX_ROWS
+    lanes = packed_layout(packed.numbers.dtype)[0] // 2  # a strip has two vectors of columns
+    return PRODUCT_ROWS.get(lanes, 4)
 
 
 def widened_rows() -> tuple[int, int] | None:

@@ -1,7 +1,7 @@
 """Drafts never cost throughput: the controller in virtual time, on machines of several kinds, with noisy clocks.
 
-    a step of n sequences and d drafts takes fixed + rows * row seconds: rows is n + d, rounded up to a whole tile;
-    one with drafts takes `once` more; the engine's clock is off by a factor
+    a step of n sequences and d drafts takes fixed + rows * row + (n + d) * each ms: rows is n + d, rounded up to a
+    whole tile; one with drafts takes `once` more; the engine's clock is off by a factor
 
 A text says how many positions have drafts, how long these are, and how often a token of one is right.  The controller
 sees what an engine would show it.  What counts is true time: tokens per second over those of plain steps.
@@ -28,10 +28,11 @@ class Machine(NamedTuple):
     row: float
     tile: int = 1  # rows
     once: float = 0.0
+    each: float = 0.0  # per row of a tile that is used
 
     def step(self, seqs: int, drafts: int) -> float:
         rows = -(-(seqs + drafts) // self.tile) * self.tile
-        return self.fixed + rows * self.row + self.once * (drafts > 0)
+        return self.fixed + rows * self.row + (seqs + drafts) * self.each + self.once * (drafts > 0)
 
 
 class Text(NamedTuple):
@@ -54,18 +55,28 @@ MACHINES = {
 PROSE, REWRITE = Text(0.15, 2, 0.3, 2), Text(1.0, 16, 0.92, 16)
 MISLEADING = Text(0.4, 4, 0.15, 2)  # many drafts, nearly all of them wrong
 PROMPT = 200  # tokens of a prompt
+PROMPTS = 32  # steps after which a prompt arrives, also at a steady load
 RAMP = [*range(1, 257), *range(256, 0, -1)]
 
 
 def gain(
-    machine: Machine, text: Text, loads: list[int], noise: float, *, seed: int = 7, delays_change: float = 1.0
+    machine: Machine,
+    text: Text,
+    loads: list[int],
+    noise: float,
+    *,
+    seed: int = 7,
+    delays_change: float = 1.0,
+    later: float = 1.0,
+    tile_tokens: int = 0,
 ) -> float:
     """Return tokens per second over those of plain steps, for a step of each of `loads` sequences.
 
-    `delays_change`: the probability that a step is delayed by another factor than the one before.  Below 1, a new
-    load brings prompts, as other work on a machine lasts for several steps of a real engine."""
+    `delays_change`: the probability that a step is delayed by another factor than the one before: other work on a
+    machine lasts for several steps of a real engine.  `later`: factor on the time of every step in the second half.
+    `tile_tokens`: what the controller believes the tile of rows to be; 0: the machine's."""
     luck, costs = random.Random(seed), StepCostModel()
-    control = DraftController(costs)
+    control = DraftController(costs, tile_tokens or machine.tile)
     requests = [Generate(f"r{at}", "gw", [1], 10**6, Sampling(), 2**60) for at in range(max(loads))]
     seqs = [Sequence(request, 0, (at, 0), frozenset(), 10**6, [1]) for at, request in enumerate(requests)]
     spent = plain = 0.0
@@ -73,16 +84,18 @@ def gain(
     for at, count in enumerate(loads):
         if delays_change < 1 and luck.random() < delays_change:
             delay = luck.lognormvariate(0, noise)
-        if delays_change < 1 and (at == 0 or count != loads[at - 1]):
-            for prompt in (0, PROMPT):
-                costs.record_step((machine.step(count, 0) + prompt * machine.row) * delay / 1000, count, prompt)
+        speed = later if at >= len(loads) // 2 else 1.0
+        if at % PROMPTS == 0 or count != loads[at - 1]:
+            prompt_s = PROMPT * (machine.row + machine.each) / 1000
+            for prompt, seconds in ((0, 0.0), (PROMPT, prompt_s)):
+                costs.record_step((machine.step(count, 0) / 1000 + seconds) * delay * speed, count, prompt)
         found = [
             (seq, Draft(at, [1] * text.length, text.match, 0))
             for at, seq in enumerate(seqs[:count])
             if text.match >= control.least_match(count) and luck.random() < text.share
         ]
         counts = control.choose(found, count, 512) if found else []
-        tokens, alone, took = count, machine.step(count, 0), machine.step(count, sum(counts))
+        tokens, alone, took = count, speed * machine.step(count, 0), speed * machine.step(count, sum(counts))
         for (seq, draft), computed in zip(found, counts, strict=True):
             accepted = 0
             while accepted < computed and luck.random() < text.right:

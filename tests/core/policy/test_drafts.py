@@ -6,6 +6,7 @@ import pytest
 
 from quire.engine.core.plan import Draft
 from quire.engine.core.policy.drafts import (
+    KNOWN,
     MATCHES,
     MOST_CREDIT,
     PROBE_TOKENS,
@@ -42,6 +43,8 @@ def controller(seqs: int, draft_s: float, fixed_s: float = 0.0, *, right: bool =
         for tokens in (1, 2, 4, 8, 16, 32, 64):
             extra_s = fixed_s + tokens * draft_s
             made.record(DECODE_S + extra_s, seqs, tokens, tokens if right else round(seqs * extra_s / DECODE_S), 0.0)
+    for _ in range(KNOWN):  # else the time alone would be too old
+        costs.record_step(DECODE_S, seqs, 0)
     return made
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.engine.core.blocks import BlockPool
 from quire.engine.core.limits import Limits
-from quire.engine.core.policy.step_cost import FIRST, FLOOR, LEAST, PROBE, StepCostModel
+from quire.engine.core.policy.step_cost import FIRST, FLOOR, LEAST, PACE_STEPS, PROBE, STALE, StepCostModel
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor
 from quire.engine.wire.messages import Generate, Sampling
@@ -326,3 +326,30 @@ def test_the_first_step_counts_no_more_than_the_next_ones() -> None:
     for seconds in (0.03, 0.01, 0.01, 0.01):
         costs.record_step(seconds, 8, 0)
     assert costs.exact_decode_s(8) == pytest.approx(0.015)
+
+
+def test_the_pace_is_that_of_the_latest_steps_and_soon_forgotten() -> None:
+    costs = StepCostModel()
+    assert costs.pace == 1
+    for _ in range(40):
+        costs.record_step(0.010, 8, 0)
+    assert costs.pace == pytest.approx(1)
+    for _ in range(3):
+        costs.record_step(0.020, 8, 0)
+    assert 1.4 < costs.pace < 2
+    for _ in range(PACE_STEPS):
+        costs.record_bound(0.030, 8)
+    assert costs.pace == 1
+
+
+def test_an_average_that_is_too_old_is_measured_anew() -> None:
+    costs = StepCostModel()
+    for _ in range(40):
+        costs.record_step(0.010, 8, 0)
+    for _ in range(STALE + 1):
+        costs.record_step(0.050, 64, 0)
+    assert costs.readings(8) == 0
+    assert costs.exact_decode_s(8) == pytest.approx(0.010)
+    costs.record_step(0.020, 8, 0)
+    assert costs.readings(8) == 1
+    assert costs.exact_decode_s(8) == pytest.approx(0.020)
