@@ -657,7 +657,7 @@ async def test_max_tokens_of_messages_may_exceed_the_context(
     served = await serve(tools_tokenizer)
     async with engine(lambda generate, _: ([60] * generate.max_new_tokens, None)) as fake:
         fake.load_changes, fake.burst = {"max_model_len": 64, "vocab_size": 600}, 64
-        await settled(lambda: bool(served.streams.fleet.engines))
+        await settled(lambda: any(load.max_model_len == 64 for load in served.streams.fleet.engines))
         status, answer, _ = await post(served.session, MESSAGES, max_tokens=32_000)
         assert (status, answer["stop_reason"]) == (200, "model_context_window_exceeded")
         room = 64 - len(fake.seen[-1].token_ids)
