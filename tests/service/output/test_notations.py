@@ -194,6 +194,14 @@ WRITTEN: list[tuple[str, str, str, str, list[Any]]] = [
     ("no line ends", "deepseek", '<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather```json{"city": "Paris"}```<｜tool▁call▁end｜>', "", [PARIS]),
     ("a channel of another name", "harmony", "<|channel|>analysisword<|message|>Hi", "analysiswordHi", []),
     ("a name and no more after the call", "deepseek", '<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city": "Paris"}\n```<｜tool▁call▁end｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>w', "<｜tool▁call▁begin｜>function<｜tool▁sep｜>w", [PARIS]),
+    ("tools around it", "hermes", f"I look.\n<tools>\n{HERMES_CALL}\n</tools>", "I look.", [PARIS]),
+    ("tool_calls around it", "hermes", f"<tool_calls>\n[{HERMES_CALL}, {ROME_CALL}]\n</tool_calls>", "", [PARIS, ROME]),
+    ("tool_calls around its marker", "hermes", f"<tool_calls>\n<tool_call>\n{HERMES_CALL}\n</tool_call>\n</tool_calls>", "", [PARIS]),
+    ("function_call around it", "granite4", f"<function_call>\n{HERMES_CALL}\n</function_call>", "", [PARIS]),
+    ("the list of tools, no call", "hermes", "<tools>\nweather\n</tools>", "<tools>\nweather\n</tools>", []),
+    ("the marker of Hermes", "llama3", f"<tool_call>{HERMES_CALL}</tool_call>", "", [PARIS]),
+    ("the name under another key", "llama3", HERMES_CALL.replace("name", "function_name"), "", [PARIS]),
+    ("no marker, no list", "mistral-list", HERMES_CALL, "", [PARIS]),
     ("positions, no names", "lfm2", '<|tool_call_start|>[weather("Paris")]<|tool_call_end|>', '<|tool_call_start|>[weather("Paris")]<|tool_call_end|>', []),
 ]  # fmt: skip
 
