@@ -60,6 +60,7 @@ READ_LATE = (
     "PYTHONUNBUFFERED",
     "OMP_NUM_THREADS",
     "NOTIFY_SOCKET",
+    "OTEL_BSP_",
     "QUIRE_",
     "TORCHINDUCTOR_CACHE_DIR",  # torch sets it in the tests' own process, when a model is made
     "XDG_CACHE_HOME",  # the hub's client reads it when it is imported; no test of warm processes loads from a hub

@@ -67,7 +67,7 @@ def serve(folder: Path, *words: str) -> Process:
 def test_a_gateway_whose_loop_hangs_is_restarted(tmp_path: Path) -> None:
     with ending([]) as running:
         limit_s = math.ceil(paced(2.0))
-        running.append(server := serve(tmp_path, f"--gateway-timeout-s={limit_s}"))
+        running.append(server := serve(tmp_path, "--no-spare", f"--gateway-timeout-s={limit_s}"))
         url = server.wait_for("serving ").split()[-1].removesuffix("/v1")
         [gateway] = gateways(server)
         gateway.send_signal(signal.SIGSTOP)
@@ -133,7 +133,7 @@ def test_a_supervisor_that_was_stopped_kills_no_gateway(tmp_path: Path) -> None:
     """As after a pause of the machine: it has read no beat for longer than the limit."""
     with ending([]) as running:
         limit_s = paced(3.0)
-        running.append(server := serve(tmp_path, f"--gateway-timeout-s={limit_s}"))
+        running.append(server := serve(tmp_path, "--no-spare", f"--gateway-timeout-s={limit_s}"))
         url = server.wait_for("serving ").split()[-1].removesuffix("/v1")
         [gateway] = gateways(server)
         for process in (server.popen, gateway):

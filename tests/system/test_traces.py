@@ -16,7 +16,7 @@ from tests.pace import paced_ms, patience
 from tests.ports import free_port
 from tests.system.processes import ENVIRONMENT, QUIRE, Process, ending, fleet_until, wait_until_ready
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("warm_processes")]
 LIMIT_S = 250.0  # generous: the machine may be busy
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 OTHER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
