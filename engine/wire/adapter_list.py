@@ -27,11 +27,12 @@ class AdapterList:
     def __init__(self, run_script: RunScript) -> None:
         self._run = run_script
 
-    async def put(self, name: str, value: bytes, *, replace: bool) -> bool:
-        """Store a name with its adapter.  Returns False if the name has another adapter already and not `replace`.
+    async def put(self, name: str, value: bytes, *, replace: bool, expected: bytes | None = None) -> bool:
+        """Store a name with its adapter.  Returns False if the name has another adapter already.
 
-        Raises TooManyAdapters for a new name beyond MOST_NAMES."""
-        stored = int(await self._run(ADAPTER_PUT, name, value, int(replace), MOST_NAMES))
+        `replace`: replace any other adapter.  `expected`: replace this one.  Raises TooManyAdapters for a new name
+        beyond MOST_NAMES."""
+        stored = int(await self._run(ADAPTER_PUT, name, value, int(replace), MOST_NAMES, expected or b""))
         if stored < 0:
             raise TooManyAdapters
         return bool(stored)

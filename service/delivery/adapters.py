@@ -92,8 +92,9 @@ class Adapters:
         if found is None:
             return None
         adapter = ServedAdapter(name, found.id, str(found.path), looked_up=True)
-        if adapter != listed:
-            await self._enter(adapter)
+        if adapter != listed and not await self._enter(adapter, replaces=listed):
+            listed = await self._read(name)  # it was loaded meanwhile
+            return adapter if listed is None or listed.looked_up else listed
         return adapter
 
     async def listed(self, tenant: Tenant) -> list[ServedAdapter]:
@@ -139,8 +140,8 @@ class Adapters:
     async def enter(self, adapter: ServedAdapter, *, replace: bool) -> None:
         """Add an adapter to the fleet's list, so that all gateways serve it from now on.  Raises Refusal."""
         listed = await self._read(adapter.name)
-        replace = replace or (listed is not None and listed.looked_up)
-        if not await self._enter(adapter, replace=replace):
+        looked_up = listed if listed is not None and listed.looked_up else None
+        if not await self._enter(adapter, replace=replace, replaces=looked_up):
             raise _exists(adapter.name)
 
     async def remove(self, name: str) -> ServedAdapter:
@@ -163,11 +164,15 @@ class Adapters:
         value = await ask(self._streams.adapters.get(name))
         return None if value is None else _decoded(value)
 
-    async def _enter(self, adapter: ServedAdapter, *, replace: bool = True) -> bool:
-        """Store an adapter in the fleet's list.  Returns False if its name is taken.  Raises Refusal."""
+    async def _enter(
+        self, adapter: ServedAdapter, *, replace: bool = False, replaces: ServedAdapter | None = None
+    ) -> bool:
+        """Store an adapter in the fleet's list.  `replace`: in place of any other; `replaces`: in place of this one,
+        because another gateway may have changed the entry.  Returns False if its name is taken.  Raises Refusal."""
+        value = msgspec.msgpack.encode(adapter)
+        expected = None if replaces is None else msgspec.msgpack.encode(replaces)
         try:
-            value = msgspec.msgpack.encode(adapter)
-            return await ask(self._streams.adapters.put(adapter.name, value, replace=replace))
+            return await ask(self._streams.adapters.put(adapter.name, value, replace=replace, expected=expected))
         except TooManyAdapters:
             if adapter.looked_up:  # an adapter from --lora-dir is served even if the list has no space for it
                 return True

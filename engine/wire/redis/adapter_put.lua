@@ -1,11 +1,12 @@
 -- Store a LoRA adapter under a name, for all gateways.
--- `value`: the encoded adapter.  `replace`: 1 to replace another value.  `most`: maximum number of names.
+-- `value`: the encoded adapter.  `replace`: 1 to replace any other value.  `most`: maximum number of names.
+-- `expected`: a value that may be replaced, '' for none.
 -- Returns 1: stored, or stored before by a retry; 0: the name has another value; -1: `most` names are in use.
-local name, value, replace, most = unpack(ARGV)
+local name, value, replace, most, expected = unpack(ARGV)
 local known = call('HGET', P .. 'adapters', name)
 
 if known == value then return 1 end
-if known and replace == '0' then return 0 end
+if known and replace == '0' and known ~= expected then return 0 end
 if not known and call('HLEN', P .. 'adapters') >= tonumber(most) then return -1 end
 call('HSET', P .. 'adapters', name, value)
 return 1

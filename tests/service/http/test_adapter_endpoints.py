@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import shutil
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -269,6 +271,62 @@ async def test_the_list_has_a_bound(
     assert (status, *error_of(answer)) == (400, "too_many", "lora_name", 1, 2)
     assert (await complete(served, "good"))[0] == 200  # by its folder: served, and not listed
     assert await names(served) == ["one"]
+
+
+@pytest.mark.parametrize("used_before", [False, True])
+async def test_a_lookup_that_ends_late_replaces_no_loaded_adapter(
+    serve: Serve, fake: FakeEngine, root: Path, monkeypatch: pytest.MonkeyPatch, used_before: bool
+) -> None:
+    """A request looks a folder up while an admin loads another folder under its name, at another gateway."""
+    write_tiny(root / "team" / "sql", 2.0)
+    one, two = await ready(await serve(lora_dir=str(root))), await ready(await serve(lora_dir=str(root)))
+    if used_before:
+        await complete(one, "good")
+        write_tiny(root / "good", 3.0)  # so that the list is written again
+    entered, proceed, find = threading.Event(), threading.Event(), AdapterFolder.find
+
+    def late(folder: AdapterFolder, name: str) -> Any:
+        found = find(folder, name)
+        entered.set()
+        proceed.wait()
+        return found
+
+    monkeypatch.setattr(AdapterFolder, "find", late)
+    asking = asyncio.create_task(complete(one, "good"))
+    await asyncio.to_thread(entered.wait)
+    assert (await post(two, LOAD, {"lora_name": "good", "lora_path": "team/sql"}))[0] == 200
+    proceed.set()
+    assert (await asking)[0] == 200
+    for served in (one, two):
+        await complete(served, "good")
+        assert fake.seen[-1].adapter_path == str(root / "team" / "sql")
+
+
+@pytest.mark.parametrize("used_before", [False, True])
+async def test_of_two_loads_of_a_name_at_once_one_is_refused(
+    serve: Serve, fake: FakeEngine, root: Path, monkeypatch: pytest.MonkeyPatch, used_before: bool
+) -> None:
+    """Also if the name was looked up as a folder before, which a load may replace."""
+    write_tiny(root / "team" / "sql", 2.0)
+    gateways = [await ready(await serve(lora_dir=str(root))) for _ in range(2)]
+    if used_before:
+        await complete(gateways[0], "good")
+    put, arrived = AdapterList.put, asyncio.Barrier(2)
+
+    async def together(stored: AdapterList, *words: Any, **more: Any) -> bool:
+        await arrived.wait()
+        return await put(stored, *words, **more)
+
+    monkeypatch.setattr(AdapterList, "put", together)
+    paths = ("good", "team/sql")
+    loads = [
+        post(served, LOAD, {"lora_name": "good", "lora_path": path})
+        for served, path in zip(gateways, paths, strict=True)
+    ]
+    statuses = [status for status, _ in await asyncio.gather(*loads)]
+    assert sorted(statuses) == [200, 400]
+    await complete(gateways[0], "good")
+    assert fake.seen[-1].adapter_path == str(root / paths[statuses.index(200)])
 
 
 async def test_two_loads_of_a_name_are_one(serve: Serve) -> None:
