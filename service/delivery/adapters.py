@@ -106,7 +106,7 @@ class Adapters:
         except BusDown:
             entries = None
         if entries is not None:
-            self._listed = {name: one for name, value in entries.items() if (one := _decoded(value)) is not None}
+            self._listed = await self._run(_decoded_all, entries)
         there = await self._run(self._there, [one for one in self._listed.values() if one.looked_up])
         loaded = [one for one in self._listed.values() if not one.looked_up or one.name in there]
         both = [*self._fixed.values(), *(one for one in loaded if one.name not in self._fixed)]
@@ -225,6 +225,11 @@ def _decoded(value: bytes) -> ServedAdapter | None:
         return msgspec.msgpack.decode(value, type=ServedAdapter)
     except msgspec.MsgspecError:
         return None
+
+
+def _decoded_all(entries: dict[str, bytes]) -> dict[str, ServedAdapter]:
+    """Decode the fleet's list, without entries in another format."""
+    return {name: one for name, value in entries.items() if (one := _decoded(value)) is not None}
 
 
 def _exists(name: str) -> Refusal:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from yarl import URL
 
 from quire.engine.adapters.errors import AdapterError
 from quire.engine.adapters.files import CONFIG, WEIGHTS, digest_of
@@ -18,6 +19,7 @@ from quire.engine.adapters.folder import AdapterFolder
 from quire.engine.adapters.names import path_within
 from quire.engine.wire.adapter_list import AdapterList
 from quire.engine.wire.messages import CONSTRAINT, Finish, Generate
+from quire.service.http.status import Status
 from quire.service.text.tokenizer import Tokenizer
 from tests.service.adapters import write_tiny
 from tests.service.fakes import FakeEngine, Served, settled
@@ -258,6 +260,64 @@ async def test_a_tenant_sees_and_uses_its_own_adapters_only(
             else:
                 assert (status, answer) == (404, (await complete(served, "no-such-model", key))[1])
         assert set(await names(served, key)) == allowed[key]
+
+
+async def test_names_with_slashes_are_models(serve: Serve, fake: FakeEngine, root: Path) -> None:
+    """Encoded in the path, as the specification of URLs asks, or as they are."""
+    served = await ready(await serve(lora_dir=str(root)))
+    name = "team/sql:v1.2"
+    assert (await post(served, LOAD, {"lora_name": name, "lora_path": "good"}))[0] == 200
+    assert (await complete(served, name))[1]["model"] == name
+    for written in ("team/sql:v1.2", "team%2Fsql:v1.2", "team%2Fsql%3Av1.2"):
+        async with served.session.get(URL(f"/v1/models/{written}", encoded=True)) as response:
+            assert (response.status, (await response.json())["id"]) == (200, name)
+    assert (await post(served, UNLOAD, {"lora_name": name}))[0] == 200
+
+
+async def test_the_list_of_models_is_written_on_a_thread(
+    serve: Serve, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list may have 10,000 adapters, which take longer than one turn of the event loop."""
+    threads = set()
+    card = Status._card
+
+    def recorded(status: Status, *words: Any) -> dict[str, object]:
+        threads.add(threading.current_thread())
+        return card(status, *words)
+
+    monkeypatch.setattr(Status, "_card", recorded)
+    served = await serve(lora=f"fixed={root / 'good'}")
+    assert await names(served) == ["fixed"]
+    assert threads
+    assert threading.current_thread() not in threads
+
+
+async def test_models_come_in_pages(serve: Serve, root: Path) -> None:
+    lora = ",".join(f"{name}={root / 'good'}" for name in "abcd")
+    served = await serve(lora=lora, served_name="base")
+
+    async def page(query: str) -> Any:
+        async with served.session.get(f"/v1/models?{query}") as response:
+            answer = await response.json()
+        if response.status != 200:
+            return response.status, answer["error"]["param"]
+        ids = [card["id"] for card in answer["data"]]
+        assert (answer["first_id"], answer["last_id"]) == ((ids[0], ids[-1]) if ids else (None, None))
+        return "".join(name[0] for name in ids), answer["has_more"]
+
+    assert await page("limit=2") == ("ba", True)
+    assert await page("limit=2&after_id=a") == ("bc", True)
+    assert await page("limit=2&after_id=b") == ("cd", False)
+    assert await page("limit=2&before_id=d") == ("bc", True)
+    assert await page("limit=1000") == await page("") == ("babcd", False)
+    assert await page("after_id=d") == ("", False)
+    for query, param in (
+        *((f"limit={limit}", "limit") for limit in ("0", "-1", "1001", "x", "", "9" * 5000, "%C2%B2")),
+        ("after_id=none", "after_id"),
+        ("before_id=none", "before_id"),
+        ("after_id=a&before_id=b", "before_id"),
+    ):
+        assert await page(query) == (400, param)
 
 
 async def test_the_list_has_a_bound(
