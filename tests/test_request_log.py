@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -135,18 +136,61 @@ def test_records_that_wait_for_the_disk_are_bounded_in_bytes(tmp_path: Path, mon
     assert (tmp_path / "log").read_bytes() == b"ssab"
 
 
-def test_a_full_disk_ends_the_log_and_not_the_engine(
+def lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines()
+
+
+def test_the_log_goes_on_when_a_full_disk_has_space_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended for good.  A line that the disk took in part is not left in the file."""
+    caplog.set_level("WARNING")
+    full, write = threading.Event(), os.write
+
+    def filling(number: int, data: bytes) -> int:
+        return write(number, data[: len(data) // 2] if full.is_set() else data)
+
+    monkeypatch.setattr("quire.engine.observers.log_file.os.write", filling)
+    file = LogFile(tmp_path / "log", 1 << 20)
+    for text, disk_full in ((b"one", False), (b"two", True), (b"three", True), (b"four", False)):
+        (full.set if disk_full else full.clear)()
+        file.write(lambda text=text: text + b"\n", 1)  # type: ignore[misc]
+        wait_until(lambda: file._queued_bytes == file._taken_bytes)
+    file.close()
+    assert lines(tmp_path / "log") == [b"one", b"four"]
+    assert file.dropped == 2
+    assert "lacks records from here on: [Errno 28] No space left on device" in caplog.text
+    assert "takes records again, 2 are missing" in caplog.text
+
+
+def test_another_program_may_rename_or_truncate_the_log(tmp_path: Path) -> None:
+    """After a rename, lines went to the renamed file; after copytruncate, the file began with zeros."""
+    path = tmp_path / "log"
+    file = LogFile(path, 1 << 20)
+    for text in (b"one\n", b"two\n", b"three\n", b"four\n"):
+        file.write(text.upper, 1)
+        wait_until(lambda: file._queued_bytes == file._taken_bytes)
+        if text == b"one\n":
+            path.rename(tmp_path / "log.old")
+        elif text == b"two\n":
+            os.truncate(path, 0)
+    file.close()
+    assert lines(tmp_path / "log.old") == [b"ONE"]
+    assert lines(path) == [b"THREE", b"FOUR"]
+
+
+def test_a_full_disk_ends_no_engine(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "quire.engine.observers.log_file.open_private",
-        lambda _: open("/dev/full", "wb"),  # noqa: SIM115
+        lambda _, empty: open("/dev/full", "wb"),  # noqa: SIM115
     )
     file = LogFile(tmp_path / "log", 1 << 20)
     for _ in range(3):
         file.write(b"x".strip, 1)
     file.close()
-    assert "log ends here: [Errno 28] No space left on device" in caplog.text
+    assert "log lacks records from here on: [Errno 28] No space left on device" in caplog.text
 
 
 def test_its_options_are_checked() -> None:

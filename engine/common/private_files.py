@@ -28,17 +28,18 @@ class DirectoryRefused(OperatorError):
     """A directory cannot be made private or is in use; the text is one line for the operator."""
 
 
-def open_private(path: Path) -> BinaryIO:
-    """Open an empty file for writing that only this user can read.  An existing file is truncated.
+def open_private(path: Path, *, empty: bool = True) -> BinaryIO:
+    """Open a file for appending that only this user can read.  `empty`: truncate an existing file.
 
     Raises OSError, also for symbolic links and other files that are not regular."""
     # O_NONBLOCK, because opening a pipe without a reader would block.  Regular files ignore the flag.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, FILE)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise FileExistsError(errno.EEXIST, "not a regular file", str(path))
-    os.truncate(descriptor, 0)
+    if empty:
+        os.truncate(descriptor, 0)
     with contextlib.suppress(PermissionError):  # a file of another user that this user may write
         os.fchmod(descriptor, FILE)
     return os.fdopen(descriptor, "wb")

@@ -77,7 +77,7 @@ class RequestLog:
                 self._file.write(partial(encode, line), LINE_BYTES)
 
     def dropped_lines(self) -> int:
-        """Return the number of lines that are missing because the disk was too slow."""
+        """Return the number of lines that are missing because the disk was too slow or failed."""
         return self._file.dropped
 
     def close(self) -> None:
