@@ -29,6 +29,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     "oracle": (f"{PACKAGE}.oracle", "bound the on-time share of a burst, with perfect knowledge and without"),
     "fleet": (f"{PACKAGE}.fleet", "simulate several engines on one queue: what prefix locality does"),
     "adapter-fleet": (f"{PACKAGE}.adapter_fleet", "simulate engines that share many LoRA adapters: preferring holders"),
+    "scheduler-cost": (f"{PACKAGE}.scheduler_cost", "time a steady decode step of the scheduler, by sequences"),
     "claim-cost": (f"{PACKAGE}.claim_cost", "time in Redis what choosing requests by prefix costs"),
     "redis-load": (f"{PACKAGE}.redis_load", "time what requests, syncs and tokens cost Redis"),
     "rates": (f"{PACKAGE}.rates", "measure normalised latency by request rate, by allocation and admission"),
