@@ -151,8 +151,11 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   m.def(
       "rank_sum(Tensor(a!) part, Tensor(b!)? plus, Tensor? norm, float eps, Tensor(c!)? normed, Tensor(d!) inbox, "
       "int[] inboxes, Tensor(e!) calls, int rank, int ctas, int words_share, int blocks_share, bool words) -> ()");
+}
 
-  // Mixtures of experts: on a GPU in bfloat16 or float16, on a CPU in plain loops, the reference of the tests.  On a
+// Mixtures of experts.
+TORCH_LIBRARY_FRAGMENT(quire, m) {
+  // On a GPU in bfloat16 or float16, on a CPU in plain loops, the reference of the tests.  On a
   // GPU `experts` supports T * k up to 512; on Hopper any number if hidden and inner are multiples of 64.
   //   logits     [T, E]
   //   chosen     [T, k] i32: the experts of the k largest logits, largest first, the lower index first among equals
@@ -169,7 +172,18 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   m.def(
       "experts(Tensor x, Tensor chosen, Tensor weights, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
       "Tensor? down_bias, str activation, float alpha, float limit, Tensor(a!) out) -> ()");
+  // `experts` with quantised weights, in the layout of experts_layout.h.  hidden and inner are multiples of 64.  On a
+  // GPU: a Hopper, x in bfloat16, any number of tokens; mxfp4 with clamped, fp8 with silu.
+  //   format   mxfp4 or fp8
+  //   gate_up  [E, ceil(inner / 64), hidden / 64, 2, tile bytes] u8
+  //   down     [E, ceil(hidden / 128), inner / 64, 2, tile bytes] u8
+  m.def(
+      "experts_packed(Tensor x, Tensor chosen, Tensor weights, str format, Tensor gate_up, Tensor? gate_up_bias, "
+      "Tensor down, Tensor? down_bias, str activation, float alpha, float limit, Tensor(a!) out) -> ()");
+}
 
+// Linear layers with packed weights, on a CPU.
+TORCH_LIBRARY_FRAGMENT(quire, m) {
   //   x          [rows, inner]
   //   packed     a weight [features, inner] in the layout of product_layout, padded with zeros
   //   bias       [features]

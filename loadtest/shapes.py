@@ -209,6 +209,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
+# Its experts as the published checkpoint stores them; random ones are rounded to mxfp4.
+CONFIGS["gpt-oss-20b-mxfp4"] = CONFIGS["gpt-oss-20b"] | {"quantization_config": {"quant_method": "mxfp4"}}
+
 
 def write(name: str, directory: Path) -> None:
     """Write a checkpoint without weights: `--load random` fills them in."""

@@ -4,6 +4,9 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
+
+#include "experts_layout.h"
 
 namespace quire::cpu {
 
@@ -22,12 +25,13 @@ void route(const RouteArgs<T>& args);
 
 template <class T>
 struct ExpertsArgs {
-  const T* x;             // [tokens, hidden]
-  const int32_t* chosen;  // [tokens, top]
-  const float* weights;   // [tokens, top]
-  const T* gate_up;       // [experts, 2 * inner, hidden]: gate rows, then up rows; clamped: interleaved
+  const T* x;                                    // [tokens, hidden]
+  const int32_t* chosen;                         // [tokens, top]
+  const float* weights;                          // [tokens, top]
+  std::optional<experts_layout::Format> packed;  // layout of gate_up and down; none: T, as below
+  const void* gate_up;    // [experts, 2 * inner, hidden]: gate rows, then up rows; clamped: interleaved
   const T* gate_up_bias;  // [experts, 2 * inner], or null
-  const T* down;          // [experts, hidden, inner]
+  const void* down;       // [experts, hidden, inner]
   const T* down_bias;     // [experts, hidden], or null
   T* between;             // [tokens, inner], scratch
   float* totals;          // [tokens, hidden], scratch

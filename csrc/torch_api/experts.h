@@ -5,6 +5,7 @@
 #include <optional>
 #include <string_view>
 
+#include "experts_layout.h"
 #include "torch_api/checks.h"
 
 namespace quire {
@@ -28,6 +29,15 @@ inline RouteSizes check_route(const at::Tensor& logits, const at::Tensor& chosen
   return sizes;
 }
 
+// Tensors and settings that `experts` and `experts_packed` share.
+struct ExpertsInputs {
+  const at::Tensor &x, &chosen, &weights;
+  const std::optional<at::Tensor>&gate_up_bias, &down_bias;
+  std::string_view activation;
+  double alpha, limit;
+  const at::Tensor& out;
+};
+
 struct ExpertsSizes {
   Size tokens{"tokens"}, top{"experts of a token"}, count{"experts"}, hidden{"hidden size"}, inner{"inner size"};
   bool clamped = false;
@@ -42,26 +52,56 @@ inline bool is_clamped(std::string_view activation, double alpha, double limit) 
   return true;
 }
 
-// x, out [T, hidden]; chosen [T, k] i32; weights [T, k] f32; gate_up [E, 2 * inner, hidden]; down [E, hidden, inner];
-// gate_up_bias [E, 2 * inner]; down_bias [E, hidden].
-inline ExpertsSizes check_experts(const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& weights,
-                                  const at::Tensor& gate_up, const std::optional<at::Tensor>& gate_up_bias,
-                                  const at::Tensor& down, const std::optional<at::Tensor>& down_bias,
-                                  std::string_view activation, double alpha, double limit, const at::Tensor& out,
+// x, out [T, hidden]; chosen [T, k] i32; weights [T, k] f32; gate_up_bias [E, 2 * inner]; down_bias [E, hidden].  Of
+// `sizes` count and inner are set.
+inline void check_inputs(const ExpertsInputs& in, ExpertsSizes& sizes, const Place& place) {
+  Size both("gate and up rows");
+  both.agree("down", 2 * sizes.inner);
+  const at::ScalarType dtype = in.x.scalar_type();
+  expect_plain("x", in.x, {sizes.tokens, sizes.hidden}, dtype, place);
+  expect_plain("chosen", in.chosen, {sizes.tokens, sizes.top}, at::kInt, place);
+  expect_plain("weights", in.weights, {sizes.tokens, sizes.top}, at::kFloat, place);
+  if (in.gate_up_bias) expect_plain("gate_up_bias", *in.gate_up_bias, {sizes.count, both}, dtype, place, "x");
+  if (in.down_bias) expect_plain("down_bias", *in.down_bias, {sizes.count, sizes.hidden}, dtype, place, "x");
+  expect_plain("out", in.out, {sizes.tokens, sizes.hidden}, dtype, place, "x");
+  sizes.clamped = is_clamped(in.activation, in.alpha, in.limit);
+}
+
+// gate_up [E, 2 * inner, hidden]; down [E, hidden, inner].
+inline ExpertsSizes check_experts(const ExpertsInputs& in, const at::Tensor& gate_up, const at::Tensor& down,
                                   const Place& place) {
   ExpertsSizes sizes;
   Size both("gate and up rows");
-  const at::ScalarType dtype = x.scalar_type();
-  expect_plain("x", x, {sizes.tokens, sizes.hidden}, dtype, place);
-  expect_plain("chosen", chosen, {sizes.tokens, sizes.top}, at::kInt, place);
-  expect_plain("weights", weights, {sizes.tokens, sizes.top}, at::kFloat, place);
+  const at::ScalarType dtype = in.x.scalar_type();
+  expect_plain("x", in.x, {sizes.tokens, sizes.hidden}, dtype, place);
   expect_plain("down", down, {sizes.count, sizes.hidden, sizes.inner}, dtype, place, "x");
   both.agree("down", 2 * sizes.inner);
   expect_plain("gate_up", gate_up, {sizes.count, both, sizes.hidden}, dtype, place, "x");
-  if (gate_up_bias) expect_plain("gate_up_bias", *gate_up_bias, {sizes.count, both}, dtype, place, "x");
-  if (down_bias) expect_plain("down_bias", *down_bias, {sizes.count, sizes.hidden}, dtype, place, "x");
-  expect_plain("out", out, {sizes.tokens, sizes.hidden}, dtype, place, "x");
-  sizes.clamped = is_clamped(activation, alpha, limit);
+  check_inputs(in, sizes, place);
+  return sizes;
+}
+
+inline experts_layout::Format format_of(std::string_view format) {
+  TORCH_CHECK_VALUE(format == "mxfp4" || format == "fp8", "format: ", format, " is neither mxfp4 nor fp8");
+  return format == "mxfp4" ? experts_layout::Format::mxfp4 : experts_layout::Format::fp8;
+}
+
+// gate_up, down: as experts_layout.h says.
+inline ExpertsSizes check_packed_experts(const ExpertsInputs& in, experts_layout::Format format,
+                                         const at::Tensor& gate_up, const at::Tensor& down, const Place& place) {
+  using experts_layout::kColumns, experts_layout::kRows;
+  ExpertsSizes sizes;
+  expect_plain("x", in.x, {sizes.tokens, sizes.hidden}, in.x.scalar_type(), place);
+  TORCH_CHECK_VALUE(sizes.hidden % kColumns == 0, "x: hidden size ", int64_t{sizes.hidden}, " is no multiple of ",
+                    kColumns);
+  Size slabs("slabs of hidden"), slabs_of_inner("slabs of inner"), tiles("row tiles of gate_up"),
+      tiles_of_down("row tiles of down"), two("tiles per row tile"), bytes("bytes per tile");
+  two.agree("the layout", 2), bytes.agree("the format", experts_layout::tile_bytes(format));
+  slabs.agree("x", sizes.hidden / kColumns), tiles_of_down.agree("x", (sizes.hidden / 2 + kRows - 1) / kRows);
+  expect_plain("down", down, {sizes.count, tiles_of_down, slabs_of_inner, two, bytes}, at::kByte, place);
+  sizes.inner.agree("down", slabs_of_inner * kColumns), tiles.agree("down", slabs_of_inner);
+  expect_plain("gate_up", gate_up, {sizes.count, tiles, slabs, two, bytes}, at::kByte, place);
+  check_inputs(in, sizes, place);
   return sizes;
 }
 

@@ -245,6 +245,26 @@ class Mixture:
             made |= {"down_bias": random(self.experts, self.hidden)}
         return made
 
+    @property
+    def format(self) -> ops.Format:
+        """Format of quantised weights: mxfp4 as gpt-oss has them, else fp8."""
+        return "mxfp4" if self.clamped else "fp8"
+
+    def packed_weights(self) -> dict[str, Any]:
+        """Make the arguments with quantised weights."""
+        made = self.weights()
+        for weight in ("gate_up", "down"):
+            shape = made[weight].shape
+            if self.format == "fp8":
+                scales = torch.rand(shape[:2], device="cuda")
+                made[weight] = ops.pack_fp8(made[weight].to(torch.float8_e4m3fn), scales)
+                continue
+            groups = (*shape[:2], shape[2] // 32)
+            blocks = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8, device="cuda")
+            scales = torch.randint(118, 124, groups, dtype=torch.uint8, device="cuda")
+            made[weight] = ops.pack_mxfp4(blocks, scales, interleaved=weight == "gate_up")
+        return made
+
 
 MIXTURES = {
     "Qwen3-30B-A3B": Mixture(128, 8, 2048, 768),
@@ -269,8 +289,18 @@ MANY_TOKENS = 512  # with more tokens, the kind of routing hardly affects the ti
 
 
 def experts_of(name: str, mixture: Mixture, top: Ceilings, *, quick: bool) -> Iterator[Row]:
+    yield from experts_with(name, mixture, top, mixture.weights, 2, quick=quick)
+    if ops.takes_all_pairs(mixture.hidden, mixture.inner, torch.device("cuda")):
+        size = {"mxfp4": 17 / 32, "fp8": 1}[mixture.format]
+        yield from experts_with(f"{name} in {mixture.format}", mixture, top, mixture.packed_weights, size, quick=quick)
+
+
+def experts_with(
+    name: str, mixture: Mixture, top: Ceilings, make: Callable[[], dict[str, Any]], bytes_each: float, *, quick: bool
+) -> Iterator[Row]:
+    """Time a mixture with the weights that `make` makes, of bytes_each per value."""
     sets, numbers_of_one = 4, 3 * mixture.hidden * mixture.inner
-    weights = [mixture.weights() for _ in range(sets)]
+    weights = [make() for _ in range(sets)]
     for tokens in EXPERT_TOKENS[::4] if quick else EXPERT_TOKENS:
         taken = ops.takes_all_pairs(mixture.hidden, mixture.inner, torch.device("cuda"))
         if not taken and tokens * mixture.chosen > ops.MOST_PAIRS:
@@ -285,7 +315,7 @@ def experts_of(name: str, mixture: Mixture, top: Ceilings, *, quick: bool) -> It
 
             us = graph_us([call(at) for at in range(len(routings))])
             read = sum(len(chosen.unique()) for chosen in routings) / len(routings)
-            floor = top.floor_us(int(2 * read * numbers_of_one), 2 * tokens * mixture.chosen * numbers_of_one)
+            floor = top.floor_us(int(bytes_each * read * numbers_of_one), 2 * tokens * mixture.chosen * numbers_of_one)
             case = f"{name}, {tokens} tokens, {kind}"
             yield {"case": case, "us": us, "floor_us": floor, "experts_read": round(read, 1)}
 

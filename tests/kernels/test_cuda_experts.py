@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quire.engine.executor import ops
+from quire.engine.executor.models.quantised.dequantise import dequantise_mxfp4
 from tests.kernels.test_cuda_linear import CUDA, error, randn
 
 pytestmark = pytest.mark.gpu
@@ -344,3 +345,57 @@ def test_what_does_not_fit_is_refused() -> None:
         ops.experts(*few, clamped=ops.Clamped(math.nan, 7.0))
     with pytest.raises(ValueError, match="activation: gelu is neither silu nor clamped"):
         torch.ops.quire.experts.default(*few[:4], None, down, None, "gelu", 0.0, 0.0, few[-1])
+
+
+def takes_packed(hidden: int, inner: int) -> None:
+    if not ops.takes_all_pairs(hidden, inner, CUDA):
+        pytest.skip("packed experts need a Hopper GPU")
+
+
+PACKED_SIZES = [(8, 2, 128, 64), (32, 4, 320, 448), (5, 3, 576, 192), (32, 4, 2880, 2880)]
+PACKED_TOKENS = [1, 2, 7, 33, 64, 130, 300, 1000]
+
+
+@pytest.mark.parametrize(("count", "top", "hidden", "inner"), PACKED_SIZES)
+@pytest.mark.parametrize("tokens", PACKED_TOKENS)
+def test_experts_in_mxfp4(tokens: int, count: int, top: int, hidden: int, inner: int) -> None:
+    """As near to float64 as bf16 experts, with equal bits for a token alone; scales up to the largest."""
+    takes_packed(hidden, inner)
+    stored = [
+        (
+            torch.randint(0, 256, (count, rows, size // 32, 16), dtype=torch.uint8, device=CUDA),
+            torch.randint(118, 124, (count, rows, size // 32), dtype=torch.uint8, device=CUDA),
+        )
+        for rows, size in ((2 * inner, hidden), (hidden, inner))
+    ]
+    stored[0][1][0, 5], stored[0][1][0, 7] = ops.LARGEST_SCALE, 0
+    packed = [ops.pack_mxfp4(*weight, interleaved=gate) for weight, gate in zip(stored, (True, False), strict=True)]
+    wide = [dequantise_mxfp4(*weight, torch.bfloat16).mT for weight in stored]
+    x = randn(tokens, hidden, dtype=torch.bfloat16)
+    biases: dict[str, Any] = {
+        "gate_up_bias": randn(count, 2 * inner, dtype=x.dtype),
+        "down_bias": randn(count, hidden, dtype=x.dtype),
+    }
+    chosen, shares = ops.route(randn(tokens, count, dtype=x.dtype), top, normalise=True, rounded=True)
+    leave_nan()
+    out = ops.experts(x, chosen, shares, packed[0], packed[1], torch.zeros_like(x), **biases, clamped=CLAMPED)
+    assert error(out, exact(x, chosen, shares, *wide, **biases, clamped=CLAMPED)) < 2 * torch.finfo(x.dtype).eps
+    if tokens * top <= 16 * count:  # more pairs per expert take another kernel
+        plus = torch.zeros_like(x[:1])
+        ops.experts(x[:1], chosen[:1], shares[:1], packed[0], packed[1], plus, **biases, clamped=CLAMPED)
+        assert torch.equal(out[:1], plus)
+
+
+@pytest.mark.parametrize(("count", "top", "hidden", "inner"), PACKED_SIZES)
+@pytest.mark.parametrize("tokens", PACKED_TOKENS)
+def test_experts_in_fp8(tokens: int, count: int, top: int, hidden: int, inner: int) -> None:
+    takes_packed(hidden, inner)
+    values = [weight.to(torch.float8_e4m3fn) for weight in made(count, hidden, inner, torch.float32)]
+    scales = [torch.rand(weight.shape[:2], device=CUDA) + 0.5 for weight in values]
+    packed = [ops.pack_fp8(value, scale) for value, scale in zip(values, scales, strict=True)]
+    wide = [(value.float() * scale[..., None]).bfloat16() for value, scale in zip(values, scales, strict=True)]
+    x = randn(tokens, hidden, dtype=torch.bfloat16)
+    chosen, shares = ops.route(randn(tokens, count, dtype=x.dtype), top, normalise=True, rounded=True)
+    leave_nan()
+    out = ops.experts(x, chosen, shares, packed[0], packed[1], torch.zeros_like(x))
+    assert error(out, exact(x, chosen, shares, *wide)) < 2 * torch.finfo(x.dtype).eps

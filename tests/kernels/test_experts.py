@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quire.engine.executor import ops
+from quire.engine.executor.models.quantised.dequantise import dequantise_mxfp4
 from quire.engine.executor.ops import mixtures
 from tests.kernels.test_cuda_experts import CLAMPED, exact
 from tests.kernels.test_cuda_linear import error
@@ -86,3 +87,57 @@ def test_what_does_not_fit_is_refused() -> None:
         ops.experts(x, chosen, shares.double(), gate_up, down, x)
     with pytest.raises(ValueError, match="limit: 0 is not over 0"):
         ops.experts(x, chosen, shares, gate_up, down, x, clamped=ops.Clamped(1.0, 0.0))
+
+
+def stored_mxfp4(count: int, rows: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random blocks and scales as gpt-oss stores them, with the smallest and the largest scales of the kernels."""
+    blocks = torch.randint(0, 256, (count, rows, size // 32, 16), dtype=torch.uint8)
+    scales = torch.randint(118, 124, (count, rows, size // 32), dtype=torch.uint8)
+    scales[:, 3], scales[:, 5] = 0, 128
+    return blocks, scales
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_in_mxfp4(dtype: torch.dtype) -> None:
+    """The bits of dequantised weights; the last row tile of `down` is half empty."""
+    x, hidden, inner = randn(9, 192, dtype=dtype), 192, 128
+    gate_up, down = stored_mxfp4(5, 2 * inner, hidden), stored_mxfp4(5, hidden, inner)
+    biases: dict[str, Any] = {
+        "gate_up_bias": randn(5, 2 * inner, dtype=dtype),
+        "down_bias": randn(5, hidden, dtype=dtype),
+    }
+    chosen, shares = ops.route(randn(9, 5, dtype=dtype), 3, normalise=True, rounded=False)
+    wide = [dequantise_mxfp4(*stored, torch.float32).mT.contiguous().to(dtype) for stored in (gate_up, down)]
+    packed = ops.pack_mxfp4(*gate_up, interleaved=True), ops.pack_mxfp4(*down, interleaved=False)
+    want, found = torch.ones_like(x), torch.ones_like(x)
+    ops.experts(x, chosen, shares, wide[0], wide[1], want, clamped=CLAMPED, **biases)
+    ops.experts(x, chosen, shares, packed[0], packed[1], found, clamped=CLAMPED, **biases)
+    assert torch.equal(want, found)
+    assert not torch.equal(found, torch.ones_like(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_in_fp8(dtype: torch.dtype) -> None:
+    """The bits of weights that are dequantised in float32 and rounded once."""
+    x, hidden, inner = randn(9, 192, dtype=dtype), 192, 128
+    gate_up, down = (randn(5, *shape, dtype=torch.float32) for shape in ((2 * inner, hidden), (hidden, inner)))
+    values = [weight.to(torch.float8_e4m3fn) for weight in (gate_up, down)]
+    scales = [0.1 * torch.rand(weight.shape[:2]) for weight in (gate_up, down)]
+    chosen, shares = ops.route(randn(9, 5, dtype=dtype), 3, normalise=True, rounded=False)
+    wide = [(value.float() * scale[..., None]).to(dtype) for value, scale in zip(values, scales, strict=True)]
+    packed = [ops.pack_fp8(value, scale) for value, scale in zip(values, scales, strict=True)]
+    want = ops.experts(x, chosen, shares, wide[0], wide[1], torch.ones_like(x))
+    found = ops.experts(x, chosen, shares, packed[0], packed[1], torch.ones_like(x))
+    assert torch.equal(want, found)
+
+
+def test_packed_experts_of_other_sizes_are_refused() -> None:
+    gate_up, down = stored_mxfp4(5, 256, 192), stored_mxfp4(5, 192, 128)
+    packed = ops.pack_mxfp4(*gate_up, interleaved=True), ops.pack_mxfp4(*down, interleaved=False)
+    x, chosen = torch.zeros(2, 128), torch.zeros(2, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="down: row tiles of down is 2, x has 1"):
+        ops.experts(x, chosen, torch.ones(2, 1), packed[0], packed[1], torch.zeros_like(x), clamped=CLAMPED)
+    other = [ops.PackedRows("int3", weight.tiles) for weight in packed]  # type: ignore[arg-type]
+    x = torch.zeros(2, 192)
+    with pytest.raises(ValueError, match="format: int3 is neither mxfp4 nor fp8"):
+        ops.experts(x, chosen, torch.ones(2, 1), other[0], other[1], torch.zeros_like(x), clamped=CLAMPED)

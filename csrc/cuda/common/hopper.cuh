@@ -210,6 +210,7 @@ __device__ inline void forget(float (&d)[N]) {
 //
 // multiply_shared:     d = A B   (or d += A B), both operands K-major in shared memory
 // multiply_registers:  d += A B, A in registers, B MN-major in shared memory
+// multiply_rows:       d = A B   (or d += A B), A in registers, B K-major in shared memory
 template <class T, int N>
 struct Wgmma;
 
@@ -237,7 +238,7 @@ struct Wgmma;
 
 // clang-format off: a table of instructions
 // o0..o4: indices of the operands after the R = N / 2 registers of the result.
-#define QUIRE_WGMMA(T, NAME, N, R, o0, o1, o2, o3, o4)                                                            \
+#define QUIRE_WGMMA(T, NAME, N, R, o0, o1, o2, o3, o4, o5)                                                           \
   template <>                                                                                                         \
   struct Wgmma<T, N> {                                                                                                \
     __device__ static void multiply_shared(float* d, uint64_t a, uint64_t b, bool add) {                              \
@@ -254,24 +255,31 @@ struct Wgmma;
                    : QUIRE_D##R                                                                                       \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                             \
     }                                                                                                                 \
+    __device__ static void multiply_rows(float* d, const uint32_t* a, uint64_t b, bool add) {                         \
+      asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #o5 ", 0;\n"                                              \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" QUIRE_N##R "}, {%" #o0 ", %" #o1 \
+                   ", %" #o2 ", %" #o3 "}, %" #o4 ", add, 1, 1, 0;\n}"                                                \
+                   : QUIRE_D##R                                                                                       \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));                 \
+    }                                                                                                                 \
   };
 // clang-format on
 
-QUIRE_WGMMA(__nv_bfloat16, "bf16", 16, 8, 8, 9, 10, 11, 12)
-QUIRE_WGMMA(__nv_bfloat16, "bf16", 32, 16, 16, 17, 18, 19, 20)
-QUIRE_WGMMA(__nv_bfloat16, "bf16", 64, 32, 32, 33, 34, 35, 36)
-QUIRE_WGMMA(__nv_bfloat16, "bf16", 96, 48, 48, 49, 50, 51, 52)
-QUIRE_WGMMA(__nv_bfloat16, "bf16", 128, 64, 64, 65, 66, 67, 68)
-QUIRE_WGMMA(__nv_bfloat16, "bf16", 160, 80, 80, 81, 82, 83, 84)
-QUIRE_WGMMA(__nv_bfloat16, "bf16", 192, 96, 96, 97, 98, 99, 100)
-QUIRE_WGMMA(__nv_bfloat16, "bf16", 256, 128, 128, 129, 130, 131, 132)
-QUIRE_WGMMA(__half, "f16", 16, 8, 8, 9, 10, 11, 12)
-QUIRE_WGMMA(__half, "f16", 32, 16, 16, 17, 18, 19, 20)
-QUIRE_WGMMA(__half, "f16", 64, 32, 32, 33, 34, 35, 36)
-QUIRE_WGMMA(__half, "f16", 96, 48, 48, 49, 50, 51, 52)
-QUIRE_WGMMA(__half, "f16", 128, 64, 64, 65, 66, 67, 68)
-QUIRE_WGMMA(__half, "f16", 160, 80, 80, 81, 82, 83, 84)
-QUIRE_WGMMA(__half, "f16", 192, 96, 96, 97, 98, 99, 100)
-QUIRE_WGMMA(__half, "f16", 256, 128, 128, 129, 130, 131, 132)
+QUIRE_WGMMA(__nv_bfloat16, "bf16", 16, 8, 8, 9, 10, 11, 12, 13)
+QUIRE_WGMMA(__nv_bfloat16, "bf16", 32, 16, 16, 17, 18, 19, 20, 21)
+QUIRE_WGMMA(__nv_bfloat16, "bf16", 64, 32, 32, 33, 34, 35, 36, 37)
+QUIRE_WGMMA(__nv_bfloat16, "bf16", 96, 48, 48, 49, 50, 51, 52, 53)
+QUIRE_WGMMA(__nv_bfloat16, "bf16", 128, 64, 64, 65, 66, 67, 68, 69)
+QUIRE_WGMMA(__nv_bfloat16, "bf16", 160, 80, 80, 81, 82, 83, 84, 85)
+QUIRE_WGMMA(__nv_bfloat16, "bf16", 192, 96, 96, 97, 98, 99, 100, 101)
+QUIRE_WGMMA(__nv_bfloat16, "bf16", 256, 128, 128, 129, 130, 131, 132, 133)
+QUIRE_WGMMA(__half, "f16", 16, 8, 8, 9, 10, 11, 12, 13)
+QUIRE_WGMMA(__half, "f16", 32, 16, 16, 17, 18, 19, 20, 21)
+QUIRE_WGMMA(__half, "f16", 64, 32, 32, 33, 34, 35, 36, 37)
+QUIRE_WGMMA(__half, "f16", 96, 48, 48, 49, 50, 51, 52, 53)
+QUIRE_WGMMA(__half, "f16", 128, 64, 64, 65, 66, 67, 68, 69)
+QUIRE_WGMMA(__half, "f16", 160, 80, 80, 81, 82, 83, 84, 85)
+QUIRE_WGMMA(__half, "f16", 192, 96, 96, 97, 98, 99, 100, 101)
+QUIRE_WGMMA(__half, "f16", 256, 128, 128, 129, 130, 131, 132, 133)
 
 }  // namespace quire::cuda::hopper

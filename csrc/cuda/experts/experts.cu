@@ -53,7 +53,13 @@ __global__ void combine_kernel(ExpertsArgs a) {
 
 }  // namespace
 
+bool takes_packed(const ExpertsArgs& a) {
+  const bool clamped = a.activation == Activation::clamped;
+  return fits_experts_grouped(a) && a.dtype == Dtype::bf16 && clamped == (a.packed == experts_layout::Format::mxfp4);
+}
+
 ExpertsWay way_of(const ExpertsArgs& a) {
+  if (a.packed) return ExpertsWay::grouped;
   if (!fits_experts_sm90(a)) return ExpertsWay::few;
   const bool many = static_cast<int64_t>(a.tokens) * a.top > kFewPairs;
   return many && fits_experts_grouped(a) ? ExpertsWay::grouped : ExpertsWay::few_sm90;
@@ -64,7 +70,7 @@ ExpertsMemory memory_of(const ExpertsArgs& a, ExpertsWay way) {
   const bool grouped = way == ExpertsWay::grouped;
   return {.between = pairs * a.inner * half,
           .sums = pairs * a.hidden * (grouped ? half : static_cast<int64_t>(sizeof(float))),
-          .order = grouped ? pair_order_bytes(static_cast<int>(pairs), a.experts) : 0,
+          .order = grouped ? pair_order_bytes(static_cast<int>(pairs), a.experts, tile_pairs(a)) : 0,
           .gathered = grouped ? pairs * a.hidden * half : 0};
 }
 

@@ -5,7 +5,10 @@
 
 #include <cstdint>
 
+#include <optional>
+
 #include "cuda/common/dtype.h"
+#include "experts_layout.h"
 
 namespace quire::cuda {
 
@@ -30,10 +33,12 @@ void route(const RouteArgs& args, cudaStream_t stream);
 enum class Activation { silu, clamped };
 
 struct ExpertsArgs {
-  Dtype dtype;               // dtype of all tensors but chosen, weights and sums: bf16 or fp16
-  const void* x;             // [tokens, hidden]
-  const int* chosen;         // [tokens, top]
-  const float* weights;      // [tokens, top]
+  Dtype dtype;           // dtype of all tensors but chosen, weights and sums: bf16 or fp16
+  const void* x;         // [tokens, hidden]
+  const int* chosen;     // [tokens, top]
+  const float* weights;  // [tokens, top]
+  // Of gate_up and down: their layout is that of experts_layout.h, and x is bf16; none: as below, in dtype.
+  std::optional<experts_layout::Format> packed;
   const void* gate_up;       // [experts, 2 * inner, hidden]: per expert gate rows, then up rows; clamped: interleaved
   const void* gate_up_bias;  // [experts, 2 * inner], in the order of the rows; or null
   const void* down;          // [experts, hidden, inner]
@@ -52,6 +57,7 @@ struct ExpertsArgs {
 // only.
 enum class ExpertsWay { few, few_sm90, grouped };
 ExpertsWay way_of(const ExpertsArgs& args);  // returns the fastest way for these sizes on this GPU
+bool takes_packed(const ExpertsArgs& args);  // whether this GPU multiplies by packed weights of these sizes
 
 struct ExpertsMemory {
   int64_t between, sums, order, gathered;  // bytes

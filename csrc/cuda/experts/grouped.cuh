@@ -8,17 +8,20 @@
 // Operands are swapped: rows of the weight are the 64 rows of a wgmma, and pairs are its N columns.  So an expert with
 // few pairs wastes no tensor core time on empty rows, and one kernel serves one to thousands of pairs per expert.
 //
-//   a tile    an expert and up to 192 of its pairs, contiguous after the sort (sort.h)
+//   a tile    an expert and up to 192 of its pairs (packed: 96), contiguous after the sort (sort.h)
 //   an item   a tile, 128 low rows of its expert and the 128 corresponding high rows
 //   a stage   64 elements of the contracted dimension, of these 256 rows (32 KB) and of the tile's pairs
 //
-//   warp 0       takes items by ticket, and copies stages by TMA as far ahead as the ring of 4 allows, across items
+//   warp 0       takes items by ticket, and copies stages by TMA as far ahead as the ring allows, across items
 //   warps 4-7,   a warpgroup each for 64 low and 64 high rows.  A thread has the sums of a gate row and of its up row for
 //   warps 8-11   the same pairs, so the activation needs no shuffles
 //
 // wgmma's N is 16, 32, 64, 96, .. 192: the smallest that holds the pairs of the tile.  Results accumulate in float32,
 // in an order that depends only on `size`, so a token's result does not depend on other tokens.  Results are transposed
 // by movmatrix and quad shuffles, so that a thread stores 16 bytes of one pair.
+//
+// A reader of weights decides what a stage holds of them, and how a warpgroup multiplies a slab: PlainRows here, and
+// PackedRows of packed.cuh for quantised weights.
 //
 // If an expert has one tile, its weights are read once and leave L2 first.  Grid: a CTA per multiprocessor, 225 KB of
 // shared memory.  Traffic from L2 per item: size * (256 + pairs) * 2 bytes; FLOPs: size * 256 * pairs * 2.
@@ -41,16 +44,18 @@ namespace quire::cuda::grouped {
 
 using namespace hopper;
 
-constexpr int kWarp = 32, kWarpgroup = 128, kGroups = 2;  // kGroups: warpgroups that multiply
-constexpr int kThreads = (1 + kGroups) * kWarpgroup, kMultiplyingWarps = kGroups * kWarpgroup / kWarp;
+constexpr int kWarp = 32, kWarpgroup = 128, kGroups = 2;  // kGroups: warpgroups with different rows
 constexpr int kSlab = 64, kSlabBytes = 128;  // elements of the contracted dimension per stage, and their bytes
 constexpr int kGroupRows = 64;               // low rows per warpgroup, and high rows
 constexpr int kItemRows = kGroups * kGroupRows;
-constexpr int kHalfBytes = kItemRows * kSlabBytes, kWeightBytes = 2 * kHalfBytes;
-constexpr int kStageBytes = kWeightBytes + kTilePairs * kSlabBytes, kStages = 4;
-constexpr int kRoom = kStages * kStageBytes + 1024;
 constexpr int kBoxRows = 16;  // rows of x per copy
-static_assert(kTilePairs <= kWarp * kBoxRows);
+static_assert(kPlainTilePairs <= kWarp * kBoxRows && kPackedTilePairs <= kWarp * kBoxRows);
+
+// kParts warpgroups per kGroups share a stage of kParts slabs, one each, and add up their results after each item.
+template <class Rows>
+constexpr int kMultipliers = Rows::kParts * kGroups * kWarpgroup;
+template <class Rows>
+constexpr int kThreads = kWarpgroup + kMultipliers<Rows>;
 
 struct Item {
   PairTile tile;  // count 0: no more items
@@ -58,41 +63,82 @@ struct Item {
 };
 
 struct Params {
-  CUtensorMap weight, x;
+  CUtensorMap weight, x;  // weight: of PlainRows
+  const char* packed;     // weights of PackedRows
   PairOrder order;
   const void* bias;
   void* out;
   int* ticket;
-  int blocks, rows, slabs;  // items per tile; low rows per expert; stages per item
+  int blocks, rows, slabs;  // items per tile; low rows per expert; slabs per item
   ExpertsArgs experts;
 };
 
 struct Shared {
   char* stages;
   uint64_t *full, *empty;
-  Item* items;  // [kStages]: for a stage that begins an item, that item
+  Item* items;      // [kStages]: for a stage that begins an item, that item
+  float* partials;  // [results per thread][kGroups * kWarpgroup], if kParts is 2
 };
 
 // For GPUs before Hopper the kernel's body is empty and these functions are unused: hence [[maybe_unused]].
 
 // -- The warp that copies
 
-// Copies the rows of x of a tile, one box per lane.  The last box may include rows of the next tile or zeros; their
-// results are not stored.
-[[maybe_unused]] __device__ inline void copy_x(const Params& p, const PairTile& tile, char* to, uint64_t* full,
-                                               int slab, int lane) {
-  const int at = lane * kBoxRows;
-  if (at < tile.count) copy_box(to + at * kSlabBytes, &p.x, full, slab * kSlab, tile.first + at);
+// Copies `slabs` slabs of the rows of x of a tile, one box of a slab per lane.  The last box may include rows of the next
+// tile or zeros; their results are not stored.
+template <class Rows>
+__device__ void copy_x(const Params& p, const PairTile& tile, char* to, uint64_t* full, int slab, int slabs, int lane) {
+  const int at = lane / Rows::kParts * kBoxRows, part = lane % Rows::kParts;
+  if (at >= tile.count || part >= slabs) return;
+  copy_box(to + (part * Rows::kPairs + at) * kSlabBytes, &p.x, full, (slab + part) * kSlab, tile.first + at);
 }
 
 constexpr int x_bytes(int count) { return (count + kBoxRows - 1) / kBoxRows * kBoxRows * kSlabBytes; }
+
+// Weights in bf16 or fp16: TMA copies 128 low and 128 high rows, swizzled, and wgmma reads them from shared memory.
+template <class T_>
+struct PlainRows {
+  using T = T_;
+  static constexpr int kHalfBytes = kItemRows * kSlabBytes, kWeightBytes = 2 * kHalfBytes, kStages = 4, kParts = 1;
+  static constexpr int kPairs = kPlainTilePairs, kX = kWeightBytes, kWeight = 0;  // offsets of x and weights in a stage
+  static constexpr int kStageBytes = kWeightBytes + kPairs * kSlabBytes;
+
+  // An item's weights in device memory: computed once per item, because one thread starts all copies.
+  struct Source {
+    int bytes = kWeightBytes, row, expert;  // bytes: per slab
+    uint64_t policy;
+    __device__ Source(const Params& p, const PairTile& tile, int row)
+        : row(row), expert(tile.expert), policy(tile.alone ? kLeavesFirst : kLeavesInTurn) {}
+    __device__ void copy(const Params& p, int slab, int slabs, char* to, uint64_t* full) const {
+      copy_once(to, &p.weight, full, 0, row, 0, slab, expert, policy);
+    }
+  };
+
+  // Multiplies a slab; `between` is called once the wgmmas of the slab before have ended.
+  template <int N, class Between>
+  __device__ static void multiply(const char* stage, int slabs, int group, int part, float* low, float* high, bool add,
+                                  const Between& between) {
+    const uint64_t low_rows = operand(stage + kWeight + group * kGroupRows * kSlabBytes, 0);
+    const uint64_t high_rows = operand(stage + kWeight + kHalfBytes + group * kGroupRows * kSlabBytes, 0);
+    const uint64_t x = operand(stage + kX, 0);
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < kSlab / 16; ++k) {
+      Wgmma<T, N>::multiply_shared(low, operand_further(low_rows, 32 * k), operand_further(x, 32 * k), add || k > 0);
+      Wgmma<T, N>::multiply_shared(high, operand_further(high_rows, 32 * k), operand_further(x, 32 * k), add || k > 0);
+    }
+    end_products();
+    wait_for_products<1>();
+    between();
+  }
+};
 
 /* Called by one complete warp.  `down` reads the tiles and copies weights before gate_up has ended.  It may, because:
    - No CTA of `down` starts before every CTA of gate_up has called let_next_kernel_start.  They call it after their
      wait, so the sort has ended and its results are visible in L2, where __ldcg reads them.
    - gate_up writes only its own ticket there, and later kernels write nothing before `down` has ended.
    - No kernel writes weights. */
-template <Kind kKind>
+template <class Rows, Kind kKind>
 __device__ void copy_stages(const Params& p, const Shared& s) {
   const int lane = threadIdx.x % kWarp;
   const int items = __ldcg(p.order.tile_count) * p.blocks;
@@ -102,22 +148,27 @@ __device__ void copy_stages(const Params& p, const Shared& s) {
     return PairTile{tile.x, tile.y, tile.z, tile.w};
   };
   const auto take = [&] { return lane == 0 ? static_cast<int>(gridDim.x) + atomicAdd(p.ticket, 1) : 0; };
-  const auto start_weights = [&](const PairTile& tile, int item, int slab, const Ring& ring) {
+  using Source = typename Rows::Source;
+  const auto row_of = [&](int item) { return item % p.blocks * kItemRows; };
+  const auto start_weights = [&](const Source& source, const PairTile& tile, int row, int slab, const Ring& ring) {
     if (lane != 0) return;
-    const int row = item % p.blocks * kItemRows;
     if (slab == 0) s.items[ring.at] = {tile, row};
-    arrive_expecting(&s.full[ring.at], kWeightBytes + x_bytes(tile.count));
-    copy_once(s.stages + ring.at * kStageBytes, &p.weight, &s.full[ring.at], 0, row, 0, slab, tile.expert,
-              tile.alone ? kLeavesFirst : kLeavesInTurn);
+    const int slabs = min(Rows::kParts, p.slabs - slab);
+    arrive_expecting(&s.full[ring.at], slabs * (source.bytes + x_bytes(tile.count)));
+    source.copy(p, slab, slabs, s.stages + ring.at * Rows::kStageBytes + Rows::kWeight, &s.full[ring.at]);
   };
 
   int item = blockIdx.x, next = __shfl_sync(~0u, take(), 0);
   PairTile tile = tile_of(item);
-  int started = 0;  // slabs of the first item whose weights were copied ahead of the wait
+  int started = 0;  // stages of the first item whose weights were copied ahead of the wait
   if constexpr (kKind == Kind::down) {
     if (item < items) {
       Ring ahead;
-      for (; started < min(p.slabs, kStages); ++started, ahead.step(kStages)) start_weights(tile, item, started, ahead);
+      const int row = row_of(item);
+      const Source source(p, tile, row);
+      for (; started < Rows::kStages && started * Rows::kParts < p.slabs; ++started, ahead.step(Rows::kStages)) {
+        start_weights(source, tile, row, started * Rows::kParts, ahead);
+      }
     }
     wait_for_previous_kernels();
   }
@@ -125,15 +176,18 @@ __device__ void copy_stages(const Params& p, const Shared& s) {
   while (item < items) {
     const int after = take();
     const PairTile next_tile = tile_of(next);
-    for (int slab = 0; slab < p.slabs; ++slab, ring.step(kStages)) {
+    const int row = row_of(item);
+    const Source source(p, tile, row);
+    for (int slab = 0; slab < p.slabs; slab += Rows::kParts, ring.step(Rows::kStages)) {
       if (started > 0) {
         --started;
       } else {
         wait(&s.empty[ring.at], ring.phase ^ 1);  // returns at once during the first pass over the ring
-        start_weights(tile, item, slab, ring);
+        start_weights(source, tile, row, slab, ring);
       }
       __syncwarp();
-      copy_x(p, tile, s.stages + ring.at * kStageBytes + kWeightBytes, &s.full[ring.at], slab, lane);
+      char* const to = s.stages + ring.at * Rows::kStageBytes + Rows::kX;
+      copy_x<Rows>(p, tile, to, &s.full[ring.at], slab, min(Rows::kParts, p.slabs - slab), lane);
     }
     item = next, next = __shfl_sync(~0u, after, 0), tile = next_tile;
   }
@@ -166,7 +220,9 @@ __device__ Biases read_biases(const Params& p, int expert, int row) {
   return biases;
 }
 
-using Sums = float[kTilePairs / 2];  // accumulators of 64 rows x the tile's pairs, in wgmma's layout; N / 2 are used
+// Accumulators of 64 rows x the tile's pairs, in wgmma's layout; N / 2 are used.
+template <class Rows>
+using Sums = float[Rows::kPairs / 2];
 
 template <class T>
 __device__ uint32_t both(T first, T second) {
@@ -174,11 +230,12 @@ __device__ uint32_t both(T first, T second) {
          static_cast<uint32_t>(reinterpret_cast<const uint16_t&>(second)) << 16;
 }
 
-// Stores the results of 64 low and 64 high rows with N pairs to `out`; low and high are in wgmma's layout.
+// Stores the results of 64 low and 64 high rows with N pairs to `out`; low and high are in wgmma's layout.  row: first of
+// this warp's 16 low rows.
 template <class T, Kind kKind, int N>
-__device__ void store(const Params& p, const Item& item, const Biases& biases, const Sums& low, const Sums& high) {
+__device__ void store(const Params& p, const Item& item, int row, const Biases& biases, const float* low,
+                      const float* high) {
   const int lane = threadIdx.x % kWarp;
-  const int row = item.row + (threadIdx.x / kWarp - kWarpgroup / kWarp) * 16;  // first of this warp's 16 low rows
   T* const out = static_cast<T*>(p.out);
 #pragma unroll
   for (int four = 0; four < (N + 31) / 32; ++four) {        // four blocks of 8 pairs per iteration
@@ -218,41 +275,58 @@ __device__ void store(const Params& p, const Item& item, const Biases& biases, c
   }
 }
 
-// Computes one item of up to N pairs.
-template <class T, Kind kKind, int N>
-__device__ void multiply_item(const Params& p, const Shared& s, const Item& item, Ring& ring, Sums& low, Sums& high) {
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp - kWarpgroup / kWarp, group = warp / 4;
-  const Biases biases = read_biases<T, kKind>(p, item.tile.expert, item.row + warp * 16 + lane / 4);
-  int before = 0;  // ring index of the stage whose wgmma may still run
-  for (int slab = 0; slab < p.slabs; ++slab) {
-    wait(&s.full[ring.at], ring.phase);
-    const char* const stage = s.stages + ring.at * kStageBytes;
-    const uint64_t low_rows = operand(stage + group * kGroupRows * kSlabBytes, 0);
-    const uint64_t high_rows = operand(stage + kHalfBytes + group * kGroupRows * kSlabBytes, 0);
-    const uint64_t x = operand(stage + kWeightBytes, 0);
-    begin_products();
+// Adds the results of the second part to those of the first, in shared memory.  Returns true for the second part, which has
+// nothing left to do.
+template <class Rows, int N>
+__device__ bool add_parts(float* partials, int slabs, int part, float* low, float* high) {
+  constexpr int kStep = kGroups * kWarpgroup, kWritten = 1, kRead = 2;  // kWritten, kRead: ids of named barriers
+  float* const at = partials + threadIdx.x % kStep;
+  if (part == 1) {
 #pragma unroll
-    for (int k = 0; k < kSlab / 16; ++k) {
-      Wgmma<T, N>::multiply_shared(low, operand_further(low_rows, 32 * k), operand_further(x, 32 * k), slab + k > 0);
-      Wgmma<T, N>::multiply_shared(high, operand_further(high_rows, 32 * k), operand_further(x, 32 * k), slab + k > 0);
-    }
-    end_products();
-    wait_for_products<1>();
-    if (slab > 0 && lane == 0) arrive(&s.empty[before]);
+    for (int i = 0; i < N / 2; ++i) at[i * kStep] = low[i], at[(N / 2 + i) * kStep] = high[i];
+  }
+  named_sync(kWritten, kMultipliers<Rows>);
+  if (part == 0 && slabs > 1) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) low[i] += at[i * kStep], high[i] += at[(N / 2 + i) * kStep];
+  }
+  named_sync(kRead, kMultipliers<Rows>);
+  return part == 1;
+}
+
+// Computes one item of up to N pairs.
+template <class Rows, Kind kKind, int N>
+__device__ void multiply_item(const Params& p, const Shared& s, const Item& item, Ring& ring, Sums<Rows>& low,
+                              Sums<Rows>& high) {
+  using T = typename Rows::T;
+  const int lane = threadIdx.x % kWarp, warpgroup = threadIdx.x / kWarpgroup - 1;
+  const int group = warpgroup % kGroups, part = warpgroup / kGroups;
+  const int row = item.row + (group * kWarpgroup + threadIdx.x % kWarpgroup) / kWarp * 16;  // first of this warp's 16
+  const Biases biases = read_biases<T, kKind>(p, item.tile.expert, row + lane / 4);
+  int before = 0;  // ring index of the stage whose wgmma may still run
+  for (int slab = 0; slab < p.slabs; slab += Rows::kParts) {
+    wait(&s.full[ring.at], ring.phase);
+    const char* const stage = s.stages + ring.at * Rows::kStageBytes;
+    Rows::template multiply<N>(stage, p.slabs - slab, group, part, low, high, slab > 0, [&] {
+      if (slab > 0 && lane == 0) arrive(&s.empty[before]);
+    });
     before = ring.at;
-    ring.step(kStages);
+    ring.step(Rows::kStages);
   }
   wait_for_products<0>();
   pin(low);
   pin(high);
   if (lane == 0) arrive(&s.empty[before]);
-  store<T, kKind, N>(p, item, biases, low, high);
+  if constexpr (Rows::kParts == 2) {
+    if (add_parts<Rows, N>(s.partials, p.slabs, part, low, high)) return;
+  }
+  store<T, kKind, N>(p, item, row, biases, low, high);
 }
 
-template <class T, Kind kKind>
+template <class Rows, Kind kKind>
 __device__ void multiply_items(const Params& p, const Shared& s) {
   Ring ring;
-  Sums low, high;
+  Sums<Rows> low, high;
   for (;;) {
     forget(low);
     forget(high);
@@ -260,30 +334,36 @@ __device__ void multiply_items(const Params& p, const Shared& s) {
     const Item item = s.items[ring.at];
     const int count = item.tile.count;
     if (count == 0) return;
-    if (count <= 16) multiply_item<T, kKind, 16>(p, s, item, ring, low, high);
-    else if (count <= 32) multiply_item<T, kKind, 32>(p, s, item, ring, low, high);
-    else if (count <= 64) multiply_item<T, kKind, 64>(p, s, item, ring, low, high);
-    else if (count <= 96) multiply_item<T, kKind, 96>(p, s, item, ring, low, high);
-    else if (count <= 128) multiply_item<T, kKind, 128>(p, s, item, ring, low, high);
-    else if (count <= 160) multiply_item<T, kKind, 160>(p, s, item, ring, low, high);
-    else multiply_item<T, kKind, 192>(p, s, item, ring, low, high);
+    if (count <= 16) multiply_item<Rows, kKind, 16>(p, s, item, ring, low, high);
+    else if (Rows::kPairs <= 32 || count <= 32) multiply_item<Rows, kKind, 32>(p, s, item, ring, low, high);
+    else if constexpr (Rows::kPairs > 32) {
+      if (count <= 64) multiply_item<Rows, kKind, 64>(p, s, item, ring, low, high);
+      else if (Rows::kPairs <= 96 || count <= 96) multiply_item<Rows, kKind, 96>(p, s, item, ring, low, high);
+      else if constexpr (Rows::kPairs > 96) {
+        if (count <= 128) multiply_item<Rows, kKind, 128>(p, s, item, ring, low, high);
+        else if (count <= 160) multiply_item<Rows, kKind, 160>(p, s, item, ring, low, high);
+        else multiply_item<Rows, kKind, 192>(p, s, item, ring, low, high);
+      }
+    }
   }
 }
 
 /* Grid (multiprocessors). */
-template <class T, Kind kKind>
-__global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Params p) {
+template <class Rows, Kind kKind>
+__global__ void __launch_bounds__(kThreads<Rows>, 1) kernel(const __grid_constant__ Params p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ char memory[];
-  __shared__ uint64_t full[kStages], empty[kStages];
-  __shared__ Item items[kStages];
-  const Shared s{memory + (-shared_address(memory) & 1023), full, empty, items};  // swizzled rows start at n * 1024
+  __shared__ uint64_t full[Rows::kStages], empty[Rows::kStages];
+  __shared__ Item items[Rows::kStages];
+  char* const stages = memory + (-shared_address(memory) & 1023);  // swizzled rows start at n * 1024
+  float* const partials = reinterpret_cast<float*>(stages + Rows::kStages * Rows::kStageBytes);
+  const Shared s{stages, full, empty, items, partials};
   if (threadIdx.x == 0) {
-    prefetch_map(&p.weight);
+    if (p.packed == nullptr) prefetch_map(&p.weight);
     prefetch_map(&p.x);
-    for (int i = 0; i < kStages; ++i) {
+    for (int i = 0; i < Rows::kStages; ++i) {
       barrier_init(&full[i], 1);
-      barrier_init(&empty[i], kMultiplyingWarps);
+      barrier_init(&empty[i], kMultipliers<Rows> / kWarp);
     }
     fence_barrier_init();
   }
@@ -293,10 +373,10 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Pa
 
   if (threadIdx.x < kWarpgroup) {
     keep_registers<24>();
-    if (threadIdx.x < kWarp) copy_stages<kKind>(p, s);
+    if (threadIdx.x < kWarp) copy_stages<Rows, kKind>(p, s);
   } else {
-    take_registers<240>();
-    multiply_items<T, kKind>(p, s);
+    take_registers<Rows::kParts == 1 ? 240 : 112>();  // the CTA has 384 * 168 or 640 * 96
+    multiply_items<Rows, kKind>(p, s);
   }
 #endif
 }
@@ -326,24 +406,32 @@ CUtensorMap x_map(const Gemm& g) {
   return tensor_map(kMapType<T>, g.x, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
-template <class T, Kind kKind>
+template <class Rows, Kind kKind>
 void run(const Gemm& g, cudaStream_t stream) {
+  using T = typename Rows::T;
+  constexpr bool kPlain = std::is_same_v<Rows, PlainRows<T>>;
+  constexpr int kPartials =
+      Rows::kParts == 1 ? 0 : Rows::kPairs * kGroups * kWarpgroup * static_cast<int>(sizeof(float));
+  constexpr int kRoom = Rows::kStages * Rows::kStageBytes + kPartials + 1024;
   static const bool allowed = [] {
-    check(cudaFuncSetAttribute(kernel<T, kKind>, cudaFuncAttributeMaxDynamicSharedMemorySize, kRoom), "experts");
+    check(cudaFuncSetAttribute(kernel<Rows, kKind>, cudaFuncAttributeMaxDynamicSharedMemorySize, kRoom), "experts");
     return true;
   }();
   static_cast<void>(allowed);
-  const Params p{.weight = weight_map<T>(g, kKind == Kind::clamped),
-                 .x = x_map<T>(g),
-                 .order = g.order,
-                 .bias = g.bias,
-                 .out = g.out,
-                 .ticket = g.order.ticket(kKind == Kind::down),
-                 .blocks = (g.rows + kItemRows - 1) / kItemRows,
-                 .rows = g.rows,
-                 .slabs = g.size / kSlab,
-                 .experts = g.experts};
-  launch(kernel<T, kKind>, dim3(device_attribute(cudaDevAttrMultiProcessorCount)), dim3(kThreads), kRoom, stream, p);
+  Params p{.weight = {},
+           .x = x_map<T>(g),
+           .packed = kPlain ? nullptr : static_cast<const char*>(g.weight),
+           .order = g.order,
+           .bias = g.bias,
+           .out = g.out,
+           .ticket = g.order.ticket(kKind == Kind::down),
+           .blocks = (g.rows + kItemRows - 1) / kItemRows,
+           .rows = g.rows,
+           .slabs = g.size / kSlab,
+           .experts = g.experts};
+  if constexpr (kPlain) p.weight = weight_map<T>(g, kKind == Kind::clamped);
+  launch(kernel<Rows, kKind>, dim3(device_attribute(cudaDevAttrMultiProcessorCount)), dim3(kThreads<Rows>), kRoom,
+         stream, p);
 }
 
 }  // namespace quire::cuda::grouped

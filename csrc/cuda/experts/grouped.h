@@ -10,7 +10,7 @@ enum class Kind { silu, clamped, down };  // what is computed from the results o
 
 struct Gemm {
   const void* x;       // [places, size]; a place is the index of a pair in `order`
-  const void* weight;  // gate_up: [experts, 2 * rows, size], down: likewise, with rows = hidden / 2
+  const void* weight;  // gate_up: [experts, 2 * rows, size], down: likewise, with rows = hidden / 2; or packed
   const void* bias;    // [experts, 2 * rows], or null
   void* out;           // gate_up: [places, rows]; down: [pairs, 2 * rows]
   PairOrder order;
@@ -18,7 +18,17 @@ struct Gemm {
   ExpertsArgs experts;  // read for the activation's constants
 };
 
-template <class T, Kind kKind>
+// Readers of weights (grouped.cuh, packed.cuh): bf16 or fp16, or a format of experts_layout.h with activations in bf16.
+template <class T>
+struct PlainRows;
+template <class Format, int kParts>
+struct PackedRows;
+struct Mxfp4;
+struct Fp8;
+
+constexpr int kPlainTilePairs = 192, kPackedTilePairs = 96, kFewTilePairs = 32;  // maximum pairs per tile
+
+template <class Rows, Kind kKind>
 void run(const Gemm& gemm, cudaStream_t stream);
 
 }  // namespace quire::cuda::grouped

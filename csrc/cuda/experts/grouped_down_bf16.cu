@@ -1,2 +1,3 @@
 #include "cuda/experts/grouped.cuh"
-template void quire::cuda::grouped::run<quire::cuda::bf16, quire::cuda::grouped::Kind::down>(const Gemm&, cudaStream_t);
+template void quire::cuda::grouped::run<quire::cuda::grouped::PlainRows<quire::cuda::bf16>,
+                                        quire::cuda::grouped::Kind::down>(const Gemm&, cudaStream_t);

@@ -1,2 +1,3 @@
 #include "cuda/experts/grouped.cuh"
-template void quire::cuda::grouped::run<quire::cuda::fp16, quire::cuda::grouped::Kind::silu>(const Gemm&, cudaStream_t);
+template void quire::cuda::grouped::run<quire::cuda::grouped::PlainRows<quire::cuda::fp16>,
+                                        quire::cuda::grouped::Kind::silu>(const Gemm&, cudaStream_t);

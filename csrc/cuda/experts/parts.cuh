@@ -31,7 +31,8 @@ void experts_mma(const ExpertsArgs& args, cudaStream_t stream);  // any GPU sinc
 bool fits_experts_sm90(const ExpertsArgs& args);                 // the GPU has TMA, and the sizes are multiples of 64
 void experts_sm90(const ExpertsArgs& args, cudaStream_t stream);
 bool fits_experts_grouped(
-    const ExpertsArgs& args);  // the GPU has wgmma (Hopper only), and the sizes are multiples of 64
+    const ExpertsArgs& args);             // the GPU has wgmma (Hopper only), and the sizes are multiples of 64
+int tile_pairs(const ExpertsArgs& args);  // maximum pairs per tile of the grouped GEMM
 void experts_grouped(const ExpertsArgs& args, cudaStream_t stream);  // sums have args.dtype
 
 }  // namespace quire::cuda

@@ -17,7 +17,7 @@ constexpr int kChunk = 8192;  // pairs per CTA
 constexpr int kHeader = 4;    // ints: number of tiles, two tickets, and padding that aligns the tiles
 
 int chunks_of(int pairs) { return (pairs + kChunk - 1) / kChunk; }
-int most_tiles(int pairs, int experts) { return std::min(pairs, experts) + pairs / kTilePairs; }
+int most_tiles(int pairs, int experts, int tile_pairs) { return std::min(pairs, experts) + pairs / tile_pairs; }
 
 // Counts the pairs of this CTA's chunk per expert.  counts: in shared memory, initially 0.
 __device__ void count_chunk(const int* chosen, int pairs, int* counts) {
@@ -46,7 +46,7 @@ __device__ void place_experts(int* counts, const PairOrder& to) {
   int pairs = 0, tiles = 0;
   for (int expert = first; expert < end; ++expert) {
     pairs += counts[expert];
-    tiles += (counts[expert] + kTilePairs - 1) / kTilePairs;
+    tiles += (counts[expert] + to.tile_pairs - 1) / to.tile_pairs;
   }
   const int tiles_through = sum_up_to_lane(tiles);
   int place = sum_up_to_lane(pairs) - pairs, tile = tiles_through - tiles;
@@ -54,8 +54,8 @@ __device__ void place_experts(int* counts, const PairOrder& to) {
     const int count = counts[expert];
     counts[expert] = place;
     if (blockIdx.x == 0) {
-      for (int at = 0; at < count; at += kTilePairs) {
-        to.tiles[tile++] = {expert, place + at, min(kTilePairs, count - at), count <= kTilePairs};
+      for (int at = 0; at < count; at += to.tile_pairs) {
+        to.tiles[tile++] = {expert, place + at, min(to.tile_pairs, count - at), count <= to.tile_pairs};
       }
     }
     place += count;
@@ -117,16 +117,16 @@ __global__ void __launch_bounds__(kGatherWarps* kWarp)
 
 }  // namespace
 
-int64_t pair_order_bytes(int pairs, int experts) {
+int64_t pair_order_bytes(int pairs, int experts, int tile_pairs) {
   const int64_t chunks = chunks_of(pairs) > 1 ? chunks_of(pairs) : 0;
-  return sizeof(int) * (kHeader + pairs + chunks * experts) + sizeof(PairTile) * most_tiles(pairs, experts);
+  return sizeof(int) * (kHeader + pairs + chunks * experts) + sizeof(PairTile) * most_tiles(pairs, experts, tile_pairs);
 }
 
-PairOrder pair_order_at(void* memory, int pairs, int experts) {
-  PairOrder made{.pairs = pairs, .experts = experts};
+PairOrder pair_order_at(void* memory, int pairs, int experts, int tile_pairs) {
+  PairOrder made{.pairs = pairs, .experts = experts, .tile_pairs = tile_pairs};
   made.tile_count = static_cast<int*>(memory);
   made.tiles = reinterpret_cast<PairTile*>(made.tile_count + kHeader);
-  made.order = reinterpret_cast<int*>(made.tiles + most_tiles(pairs, experts));
+  made.order = reinterpret_cast<int*>(made.tiles + most_tiles(pairs, experts, tile_pairs));
   made.counts = made.order + pairs;
   return made;
 }

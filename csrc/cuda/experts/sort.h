@@ -11,8 +11,6 @@
 
 namespace quire::cuda {
 
-constexpr int kTilePairs = 192;  // maximum pairs per tile
-
 struct PairTile {
   int expert, first, count;  // its pairs are order[first], ..., order[first + count - 1]
   int alone;                 // 1: no other tile has this expert, so its weights are read once
@@ -24,13 +22,14 @@ struct PairOrder {
   int* order;       // [pairs]: pairs sorted by expert, in any order within an expert
   int* counts;      // [chunks, experts], used if several CTAs sort
   int pairs, experts;
+  int tile_pairs;  // maximum pairs per tile
 
   int* ticket(int gemm) const { return tile_count + 1 + gemm; }
 };
 
 // Bytes that a PairOrder needs, and the PairOrder whose arrays lie in `memory`.
-int64_t pair_order_bytes(int pairs, int experts);
-PairOrder pair_order_at(void* memory, int pairs, int experts);
+int64_t pair_order_bytes(int pairs, int experts, int tile_pairs);
+PairOrder pair_order_at(void* memory, int pairs, int experts, int tile_pairs);
 
 // chosen [pairs]: below `experts`, which is at most 512.
 void sort_pairs(const int* chosen, const PairOrder& to, cudaStream_t stream);

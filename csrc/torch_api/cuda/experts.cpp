@@ -37,55 +37,75 @@ void route(const at::Tensor& logits, bool normalise, bool rounded, const at::Ten
               stream_of(logits));
 }
 
-void experts(const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& weights, const at::Tensor& gate_up,
-             const std::optional<at::Tensor>& gate_up_bias, const at::Tensor& down,
-             const std::optional<at::Tensor>& down_bias, std::string_view activation, double alpha, double limit,
-             const at::Tensor& out) {
-  const Dtype dtype = half_dtype_of("x", x);
-  const ExpertsSizes sizes = check_experts(x, chosen, weights, gate_up, gate_up_bias, down, down_bias, activation,
-                                           alpha, limit, out, on_gpu(x));
+// Runs the operator on checked tensors.
+void compute(const ExpertsInputs& in, const ExpertsSizes& sizes, std::optional<experts_layout::Format> packed,
+             const at::Tensor& gate_up, const at::Tensor& down) {
   TORCH_CHECK_VALUE(sizes.count <= kMostExperts, "down: ", int64_t{sizes.count}, " experts, the most are ",
                     kMostExperts);
   TORCH_CHECK_VALUE(sizes.hidden % 8 == 0 && sizes.inner % 8 == 0, "down: hidden size ", int64_t{sizes.hidden},
                     " and inner size ", int64_t{sizes.inner}, " are not multiples of 8");
   TORCH_CHECK_VALUE(sizes.tokens <= kMostTokens, "x: ", int64_t{sizes.tokens}, " tokens, the most are ", kMostTokens);
-  const c10::cuda::CUDAGuard guard(x.device());
-  ExpertsArgs args{.dtype = dtype,
-                   .x = x.const_data_ptr(),
-                   .chosen = chosen.const_data_ptr<int>(),
-                   .weights = weights.const_data_ptr<float>(),
+  const c10::cuda::CUDAGuard guard(in.x.device());
+  const auto data_of = [](const std::optional<at::Tensor>& t) { return t ? t->const_data_ptr() : nullptr; };
+  ExpertsArgs args{.dtype = half_dtype_of("x", in.x),
+                   .x = in.x.const_data_ptr(),
+                   .chosen = in.chosen.const_data_ptr<int>(),
+                   .weights = in.weights.const_data_ptr<float>(),
+                   .packed = packed,
                    .gate_up = gate_up.const_data_ptr(),
-                   .gate_up_bias = gate_up_bias ? gate_up_bias->const_data_ptr() : nullptr,
+                   .gate_up_bias = data_of(in.gate_up_bias),
                    .down = down.const_data_ptr(),
-                   .down_bias = down_bias ? down_bias->const_data_ptr() : nullptr,
-                   .out = out.data_ptr(),
+                   .down_bias = data_of(in.down_bias),
+                   .out = in.out.data_ptr(),
                    .tokens = static_cast<int>(sizes.tokens),
                    .top = static_cast<int>(sizes.top),
                    .experts = static_cast<int>(sizes.count),
                    .hidden = static_cast<int>(sizes.hidden),
                    .inner = static_cast<int>(sizes.inner),
                    .activation = sizes.clamped ? Activation::clamped : Activation::silu,
-                   .alpha = static_cast<float>(alpha),
-                   .limit = static_cast<float>(limit)};
+                   .alpha = static_cast<float>(in.alpha),
+                   .limit = static_cast<float>(in.limit)};
+  TORCH_CHECK_VALUE(!packed || takes_packed(args), "gate_up: packed weights need a Hopper GPU and x in BFloat16; ",
+                    "mxfp4 needs the activation clamped, fp8 silu");
   const ExpertsWay way = way_of(args);
   const bool few = way != ExpertsWay::grouped;
   const int64_t pairs = sizes.tokens * sizes.top;
   TORCH_CHECK_VALUE(!few || pairs <= kMostPairs, "chosen: ", pairs, " experts of all tokens, the most are ", kMostPairs,
                     " unless the GPU is a Hopper and hidden and inner size are multiples of 64");
   const ExpertsMemory memory = memory_of(args, way);
-  const auto scratch = [&](int64_t bytes) { return at::empty({bytes}, x.options().dtype(at::kByte)); };
+  const auto scratch = [&](int64_t bytes) { return at::empty({bytes}, in.x.options().dtype(at::kByte)); };
   const at::Tensor between = scratch(memory.between), sums = scratch(memory.sums), order = scratch(memory.order);
   const at::Tensor gathered = scratch(memory.gathered);
   args.between = between.data_ptr();
   args.sums = sums.data_ptr();
   args.order = order.data_ptr();
   args.gathered = gathered.data_ptr();
-  cuda::experts(args, way, stream_of(x));
+  cuda::experts(args, way, stream_of(in.x));
+}
+
+void experts(const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& weights, const at::Tensor& gate_up,
+             const std::optional<at::Tensor>& gate_up_bias, const at::Tensor& down,
+             const std::optional<at::Tensor>& down_bias, std::string_view activation, double alpha, double limit,
+             const at::Tensor& out) {
+  const ExpertsInputs in{x, chosen, weights, gate_up_bias, down_bias, activation, alpha, limit, out};
+  half_dtype_of("x", x);
+  compute(in, check_experts(in, gate_up, down, on_gpu(x)), std::nullopt, gate_up, down);
+}
+
+void experts_packed(const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& weights, std::string_view format,
+                    const at::Tensor& gate_up, const std::optional<at::Tensor>& gate_up_bias, const at::Tensor& down,
+                    const std::optional<at::Tensor>& down_bias, std::string_view activation, double alpha, double limit,
+                    const at::Tensor& out) {
+  const ExpertsInputs in{x, chosen, weights, gate_up_bias, down_bias, activation, alpha, limit, out};
+  half_dtype_of("x", x);
+  const experts_layout::Format packed = format_of(format);
+  compute(in, check_packed_experts(in, packed, gate_up, down, on_gpu(x)), packed, gate_up, down);
 }
 
 TORCH_LIBRARY_IMPL(quire, CUDA, m) {
   m.impl("route", route);
   m.impl("experts", experts);
+  m.impl("experts_packed", experts_packed);
 }
 
 }  // namespace

@@ -24,8 +24,9 @@ With several ranks on GPUs, one kernel does the all-reduce after the o and down 
 computes the norm that follows (`Residual.normed`).
 
 A mixture of experts routes its tokens with one operator and computes them with another (`Mixture`).  Weights of experts
-are not copied.  The weights of gpt_oss are transposed in place at load (`store_rows`), because our operator reads them
-by rows.  transformers' own experts, which compute steps that are too large for ours, then read them by rows, too.
+are not copied; quantised ones are packed, a layer at a time.  The weights of gpt_oss are transposed in place at load
+(`store_rows`), because our operator reads them by rows.  transformers' own experts, which compute steps that are too
+large for ours, then read them by rows, too.
 
 On a CPU a linear layer with packed weights is one operator, packed_linear; up to three if the library's GEMM is faster.
 If all GEMMs are ours, all layers together are one operator, decoder_layers.
@@ -52,6 +53,7 @@ from quire.engine.executor.lora.sites import Sites
 from quire.engine.executor.models.fusible import LINEAR, MIXTURES, WINDOW, MixtureFamily, has_plain_decoder
 from quire.engine.executor.models.linear import Linears, PackedLinear, Product, RMSNorm, Sharded, shared_out
 from quire.engine.executor.models.quantised.quantised import Quantised, QuantisedLinear
+from quire.engine.executor.models.quantised.quantised_experts import QuantisedExperts
 from quire.engine.executor.step_tensors import StepTensors
 
 log = logging.getLogger(__name__)
@@ -131,13 +133,18 @@ class Mixture(nn.Module):
         self.router: Tensor = router.weight
         self.router_bias: Tensor | None = getattr(router, "bias", None)
         self.top: int = router.top_k
-        self.experts = experts = plain.experts
-        self.clamped: ops.Clamped | None = None
-        if family.clamped:
+        experts = plain.experts
+        self.packed: tuple[ops.PackedRows, ops.PackedRows] | None = None
+        if isinstance(experts, QuantisedExperts):
+            self.packed, experts = experts.packed(), experts.plain
+        elif family.clamped:
             store_rows(experts)
-            self.clamped = ops.Clamped(experts.alpha, experts.limit)
-        _, hidden, inner = experts.down_proj.shape
-        self.takes_all = ops.takes_all_pairs(hidden, inner, experts.down_proj.device)
+        self.clamped = ops.Clamped(experts.alpha, experts.limit) if family.clamped else None
+        self.experts = experts
+        self.takes_all = True  # packed weights exist only on GPUs whose kernels take any number of pairs
+        if self.packed is None:
+            _, hidden, inner = experts.down_proj.shape
+            self.takes_all = ops.takes_all_pairs(hidden, inner, experts.down_proj.device)
 
     def forward(self, x: Tensor, normed: Tensor | None, then: RMSNorm | None) -> Residual:
         y = ops.rms_norm(x, self.norm.weight, self.norm.eps) if normed is None else normed
@@ -148,12 +155,13 @@ class Mixture(nn.Module):
         chosen, weights = ops.route(logits, self.top, **self.routing._asdict())
         experts = self.experts
         if self.takes_all or chosen.numel() <= ops.MOST_PAIRS:
+            gate_up, down = self.packed or (experts.gate_up_proj, experts.down_proj)
             return ops.experts(
                 y,
                 chosen,
                 weights,
-                experts.gate_up_proj,
-                experts.down_proj,
+                gate_up,
+                down,
                 plus=x,
                 gate_up_bias=getattr(experts, "gate_up_proj_bias", None),
                 down_bias=getattr(experts, "down_proj_bias", None),
@@ -306,6 +314,7 @@ def fuse(
     if decoder and has_plain_decoder(model):
         model.model, model.lm_head = Decoder(model, max_model_len, linears), nn.Identity()
         report_limited_mixtures(model)
+        report_packed_experts(model)
     head = None if is_fused(model) else model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, child in parent.named_children():
@@ -327,6 +336,14 @@ def report_limited_mixtures(model: PreTrainedModel) -> None:
             "Hopper GPU if hidden size (%d) and inner size (%d) are multiples of 64",
             *(len(limited), ops.MOST_PAIRS // limited[0].top, hidden, inner),
         )
+
+
+def report_packed_experts(model: PreTrainedModel) -> None:
+    """Log which experts stay quantised, and the memory that they take."""
+    packed = [weight for module in model.modules() if isinstance(module, Mixture) for weight in module.packed or ()]
+    if packed:
+        size = sum(weight.bytes for weight in packed) / 1e9
+        log.info("experts of %d layers stay in %s: they take %.1f GB", len(packed) // 2, packed[0].format, size)
 
 
 def widen_sinks(model: PreTrainedModel) -> None:

@@ -21,6 +21,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from quire.engine.executor import ops
 from quire.engine.executor.models.quantised.quantised import QuantisedLinear
+from quire.engine.executor.models.quantised.quantised_experts import QuantisedExperts
 
 # The attention window of a layer of each family, read from its own attention module.
 WINDOW: dict[type[PreTrainedModel], Callable[[Any], int | None]] = {
@@ -121,21 +122,29 @@ def is_mixture(mlp: Any, family: MixtureFamily) -> bool:
     if children(mlp) != {family.router, "experts"}:
         return False
     router, experts = getattr(mlp, family.router), mlp.experts
-    if not (has_clamped_parts(router, experts) if family.clamped else has_silu_parts(router, experts)):
+    plain: Any = experts.plain if isinstance(experts, QuantisedExperts) else experts
+    if not (has_clamped_parts(router, plain) if family.clamped else has_silu_parts(router, plain)):
         return False
-    gate_up, down = experts.gate_up_proj, experts.down_proj
+    gate_up, down = weight_shapes(experts)
     if family.clamped:
-        gate_up, down = gate_up.mT, down.mT
-    count, hidden, inner = down.shape
+        gate_up, down = (shape[:1] + shape[:0:-1] for shape in (gate_up, down))
+    count, hidden, inner = down
     return (
         router.weight.shape == (count, hidden)
-        and gate_up.shape == (count, 2 * inner, hidden)
+        and gate_up == (count, 2 * inner, hidden)
         and all(weight.is_contiguous() for weight in experts.parameters())
         and count <= ops.MOST_EXPERTS
         and router.top_k <= ops.MOST_CHOSEN
         and not (hidden % 8 or inner % 8)
         and not experts._forward_hooks  # a hook is the all-reduce of sharded experts
     )
+
+
+def weight_shapes(experts: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of the gate and up, and of the down weights of experts, as transformers' module has them."""
+    if isinstance(experts, QuantisedExperts):
+        return tuple(experts.gate_up.shape), tuple(experts.down.shape)
+    return tuple(experts.gate_up_proj.shape), tuple(experts.down_proj.shape)
 
 
 def has_silu_parts(router: Any, experts: Any) -> bool:
@@ -150,7 +159,7 @@ def has_clamped_parts(router: Any, experts: Any) -> bool:
     return (
         own_parameters(router) == {"weight", "bias"}
         and type(experts) is GptOssExperts
-        and own_parameters(experts) == {"gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"}
+        and own_parameters(experts) - {"gate_up_proj", "down_proj"} == {"gate_up_proj_bias", "down_proj_bias"}
         and getattr(experts, "is_transposed", False)
         and experts.config._experts_implementation in READS_LAYOUT
         and experts.limit > 0

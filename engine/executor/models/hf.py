@@ -36,6 +36,8 @@ from quire.engine.executor.models.host_memory import returned_when_freed
 from quire.engine.executor.models.precision import check_dtype
 from quire.engine.executor.models.probe import Proof, probe, prove_served
 from quire.engine.executor.models.quantised.kv_scales import read_kv_scales
+from quire.engine.executor.models.quantised.quantisation import method_of, quantisation_config
+from quire.engine.executor.models.quantised.quantised_experts import keeps_mxfp4, round_experts, widen_experts
 from quire.engine.executor.models.quantised.quantising import Quantising, check_kind
 from quire.engine.executor.models.recurrent import families
 from quire.engine.executor.models.recurrent.proof import probe_recurrent, prove_recurrent
@@ -213,6 +215,8 @@ def swap_modules(
     """Swap modules that our kernels compute faster (`fuse`).  own_experts: also experts of decoders that are not
     fused."""
     fuse(module, max_model_len, ordered=ordered, decoder=decoder, sites=sites)
+    if not is_fused(module):
+        widen_experts(module)
     if module.device.type == "cuda" and not is_fused(module):
         use_own_experts(module) if own_experts else report_plain_experts(module)
 
@@ -271,7 +275,8 @@ def random_model(
     quantising: Quantising,
     ranks: Ranks = ALONE,
 ) -> PreTrainedModel:
-    """Make the architecture with random initial weights from a fixed seed, on `device`.
+    """Make the architecture with random initial weights from a fixed seed, on `device`.  If the config says mxfp4,
+    experts are rounded to that.
 
     Tensors in weight files of the directory replace random ones.  Raises ModelLoadError for a tensor that the
     architecture does not have in this shape."""
@@ -303,5 +308,7 @@ def random_model(
                 shapes = f"{list(tensor.shape)}, the config says {list(made_up[name].shape)}"
                 raise ModelLoadError(f"{file}: {name} has shape {shapes}")
             made_up[name].copy_(tensor)
+    if method_of(quantisation_config(directory) or {}) == "mxfp4" and keeps_mxfp4(device, wanted):
+        round_experts(model)
     quantising.quantise(model)
     return model

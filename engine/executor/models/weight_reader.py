@@ -57,7 +57,7 @@ def read_weights(
         wanted = (config.dtype or torch.bfloat16) if dtype == "auto" else getattr(torch, dtype)
         stored = StoredWeights(directory, config, how, names)
         model = read_tensors(directory, config, wanted, stored, device=device, ranks=ranks, quantising=quantising)
-        if quantising is None or not (quantising.kept or quantising.kind):
+        if quantising is None or not (quantising.kept or quantising.kept_experts or quantising.kind):
             log.info("weights quantised by %s are dequantised to %s, so they take its memory", how.method, wanted)
         return model
     check_stored_dtypes(directory, config, names)

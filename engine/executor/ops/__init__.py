@@ -19,6 +19,7 @@ from quire.engine.executor.ops.drafter import *
 from quire.engine.executor.ops.layers import *
 from quire.engine.executor.ops.linear_layers import *
 from quire.engine.executor.ops.mixtures import *
+from quire.engine.executor.ops.packed_experts import *
 from quire.engine.executor.ops.packed_layers import *
 from quire.engine.executor.ops.rank_sums import *
 from quire.engine.executor.ops.recurrent import *

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.engine.executor.ops.packed_experts import PackedRows
+
 MOST_EXPERTS, MOST_CHOSEN = 512, 32  # experts per layer, and chosen per token
 MOST_PAIRS = 512  # (token, expert) pairs per call of `experts`, unless `takes_all_pairs`
 MOST_TOKENS = 16_384  # tokens per call of the operator, which bounds its memory; more are split
@@ -48,8 +50,8 @@ def experts(
     x: torch.Tensor,
     chosen: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: torch.Tensor | PackedRows,
+    down: torch.Tensor | PackedRows,
     plus: torch.Tensor,
     *,
     gate_up_bias: torch.Tensor | None = None,
@@ -60,7 +62,8 @@ def experts(
 
     chosen, weights  [T, k] as `route` returns them; T * k is at most MOST_PAIRS unless `takes_all_pairs`
     gate_up          [E, 2 * inner, hidden]: per expert gate rows, then up rows; both sizes are multiples of 8.
-                     With `clamped` gate and up rows are interleaved
+                     With `clamped` gate and up rows are interleaved.  Or packed, like down: on a GPU that
+                     `takes_all_pairs`, x in bfloat16; fp8 has no `clamped`, mxfp4 needs it
     gate_up_bias     [E, 2 * inner], in the order of the rows
     down             [E, hidden, inner]
     down_bias        [E, hidden]
@@ -72,6 +75,10 @@ def experts(
     for first in range(0, len(x), MOST_TOKENS):
         part = slice(first, first + MOST_TOKENS)
         routed = x[part], chosen[part], weights[part]
-        biased = gate_up, gate_up_bias, down, down_bias
-        torch.ops.quire.experts.default(*routed, *biased, name, alpha, limit, plus[part])
+        rest = name, alpha, limit, plus[part]
+        if isinstance(gate_up, PackedRows) and isinstance(down, PackedRows):
+            biased = gate_up.tiles, gate_up_bias, down.tiles, down_bias
+            torch.ops.quire.experts_packed.default(*routed, gate_up.format, *biased, *rest)
+        else:
+            torch.ops.quire.experts.default(*routed, gate_up, gate_up_bias, down, down_bias, *rest)
     return plus

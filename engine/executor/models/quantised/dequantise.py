@@ -47,7 +47,7 @@ NEEDED: dict[Format, set[str]] = {
     "fp4": {"packed", "scale"},
 }
 Shape = tuple[int, ...]
-Kept = Literal["int8", "fp8", "fp8 blocks", "int4"]  # formats of weights that are served as stored
+Kept = Literal["int8", "fp8", "fp8 blocks", "int4", "mxfp4"]  # formats of weights that are served as stored
 
 
 def check_shapes(how: Quantisation, shapes: dict[str, Shape]) -> None:
@@ -109,7 +109,7 @@ def _check(part: str, shape: Shape, *wanted: Shape) -> None:
 def dequantise(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Return the weight of these stored tensors, whose shapes were checked.  Raises ValueError for invalid values."""
     if how.format == "mxfp4":
-        return _dequantise_mxfp4(parts["blocks"], parts["scales"], dtype)
+        return dequantise_mxfp4(parts["blocks"], parts["scales"], dtype)
     if how.format == "fp4":
         return _dequantise_fp4(how, parts, dtype)
     if how.format == "scaled":
@@ -178,9 +178,12 @@ def stored_as(how: Quantisation, parts: Collection[str], dtype: str, shape: Shap
 
     int8 must be symmetric, with one scale for the tensor or per row.  e4m3 may also have one per block of 128 x 128.
     Its GEMMs round their inputs to e4m3, so the config must ask for that.  int4 groups must have 32, 64, .. 4,096
-    inputs, or a complete row; the caller checks a g_idx (`in_order_of_groups`).
+    inputs, or a complete row; the caller checks a g_idx (`in_order_of_groups`).  mxfp4 experts need sizes that
+    the kernels can tile (`quantised_experts.py`).
 
     dtype: of the stored values, as safetensors names it.  shape: of the stored values."""
+    if how.format == "mxfp4":
+        return "mxfp4" if shape[2] * how.group % ops.TILE == 0 else None
     if how.bits == 4 and how.format in ("packed", "awq", "gptq"):
         return "int4" if _fits_4_bits(how, shape) else None
     if how.bits != 8 or len(shape) != 2 or "zero_point" in parts:
@@ -308,11 +311,11 @@ def _dequantise_fp4(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dt
     return result
 
 
-def _dequantise_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantise_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return [experts, in, out], because gpt-oss multiplies by the transpose."""
     experts, out, groups, _ = blocks.shape
-    numbers = torch.tensor(SIGNED_E2M1)
-    result = torch.empty(experts, groups * 32, out, dtype=dtype)
+    numbers = torch.tensor(SIGNED_E2M1, device=blocks.device)
+    result = torch.empty(experts, groups * 32, out, dtype=dtype, device=blocks.device)
     for expert in range(experts):
         for first, end in _pieces(out, groups * 32):
             pair = blocks[expert, first:end]

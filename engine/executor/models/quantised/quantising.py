@@ -29,6 +29,13 @@ from quire.engine.executor import ops
 from quire.engine.executor.errors import UnsupportedModel
 from quire.engine.executor.models.quantised.dequantise import Kept
 from quire.engine.executor.models.quantised.quantised import BITS, DTYPE, Kind, Quantised, QuantisedLinear, Scales
+from quire.engine.executor.models.quantised.quantised_experts import (
+    WEIGHTS,
+    await_experts,
+    keeps_mxfp4,
+    settled_experts,
+    whole_experts,
+)
 from quire.engine.executor.ranks.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
@@ -59,6 +66,7 @@ def kept_kinds(device: torch.device, dtype: torch.dtype) -> set[Kept]:
     return {"fp8", "fp8 blocks", "int4"} if ops.multiplies_blocks(device) else {"fp8", "int4"}
 
 
+# Kinds of linear layers; experts in mxfp4 are no such layers.
 ROUNDED: dict[Kept, Kind] = {"int8": "int8", "fp8": "fp8", "fp8 blocks": "fp8", "int4": "int4"}
 
 
@@ -136,13 +144,18 @@ class Quantising:
         self._ranks, self._divided = ALONE, frozenset[str]()
         self.kept: dict[str, Kept] = {}  # modules whose stored values are served
         self.scales: dict[str, Scales] = {}  # scales of these modules, until the model is settled
+        self.kept_experts: set[str] = set()  # modules of experts whose stored mxfp4 values are served
+        self.scales_of_experts: dict[str, Tensor] = {}  # scales by weight, until the model is settled
         self._rounded_head = False
 
     def keep(self, modules: Mapping[str, Kept], dtype: torch.dtype) -> None:
         """Serve the stored values of these modules, if the device has a GEMM for them in a model of `dtype`.
 
         `--quantize` decides for modules that it would round otherwise."""
-        if modules:
+        experts = {weight for weight, kind in modules.items() if kind == "mxfp4"}
+        if experts and keeps_mxfp4(self._device, dtype):
+            self.kept_experts = whole_experts(experts)
+        if len(modules) > len(experts):
             kinds = {kind for kind in kept_kinds(self._device, dtype) if self.kind in (None, ROUNDED[kind])}
             self._stored = {module: kind for module, kind in modules.items() if kind in kinds}
 
@@ -189,6 +202,8 @@ class Quantising:
         such GEMM supports, stay as they are."""
         head = model.get_output_embeddings()
         for path, parent in list(model.named_modules()):
+            if path in self.kept_experts:
+                await_experts(parent)
             for name, child in parent.named_children():
                 if type(child) is not nn.Linear or child is head or name in ROUTERS:
                     continue
@@ -212,6 +227,9 @@ class Quantising:
         bits: set[int] = set()
         for path, parent in list(model.named_modules()):
             for name, child in parent.named_children():
+                if (full := f"{path}.{name}".lstrip(".")) in self.kept_experts:
+                    scales_of = {each: self.scales_of_experts.pop(f"{full}.{each}") for each in WEIGHTS}
+                    setattr(parent, name, settled_experts(child, scales_of, model.dtype))
                 if isinstance(child, Awaiting):
                     scales = self.scales.pop(f"{path}.{name}".lstrip("."), child.scales)
                     assert scales is not None

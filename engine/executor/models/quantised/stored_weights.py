@@ -79,6 +79,10 @@ class QuantisedWeight:
     cut: Cut | None = None  # None: all of it
 
     def __getitem__(self, everything: EllipsisType) -> Tensor:
+        if self.module.rpartition(".")[0] in self.quantising.kept_experts:
+            parts, _ = self._read(None)
+            self.quantising.scales_of_experts[self.module] = parts["scales"]
+            return parts["blocks"]
         pieces: Sequence[Where | None] = self.cut.pieces(self.shape) if self.cut else [None]
         if self.module in self.quantising.kept:
             quantised = Quantised.join([self._stored(where) for where in pieces])
@@ -205,6 +209,8 @@ class StoredWeights:
 
     def _divides(self, kind: Kept, cut: Cut | None, shape: Shape) -> bool:
         """Whether the shard of a weight begins and ends at borders of its blocks or groups."""
+        if kind == "mxfp4":
+            return cut is None
         unit = 1
         if cut is not None and kind == "fp8 blocks":
             unit = BLOCK

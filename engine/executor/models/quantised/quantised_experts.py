@@ -1,0 +1,173 @@
+"""Experts of a mixture that stay quantised: gpt-oss in mxfp4, as its checkpoints store them.
+
+    files        gate_up_proj_blocks, _scales  ── as they are ──> StoredMxfp4 in QuantisedExperts
+    the probe    QuantisedExperts dequantises both weights in every call: the reference
+    Decoder      packs both for `ops.experts` (`packed`), which widens values in registers
+    elsewhere    `widen_experts` makes transformers' module of it, in the dtype of the model
+
+Which devices and layers have such kernels: `keeps_mxfp4`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+from quire.engine.executor import ops
+from quire.engine.executor.models.quantised.dequantise import E2M1, dequantise_mxfp4
+
+log = logging.getLogger(__name__)
+
+WEIGHTS = ("gate_up_proj", "down_proj")
+_HOPPER = 9  # compute capability; later GPUs have no wgmma
+
+
+def keeps_mxfp4(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the device multiplies by experts in mxfp4, in a model of `dtype`."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == _HOPPER
+
+
+@dataclass(frozen=True)
+class StoredMxfp4:
+    """The weight of all experts of a layer, as files store it: e2m1[value] * 2^(scale - 127)."""
+
+    blocks: Tensor  # u8 [experts, out, in / 32, 16]: two values per byte, the first in the low nibble
+    scales: Tensor  # u8 [experts, out, in / 32]
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Self:
+        """Round weight [experts, in, out] to mxfp4, on its device; the maximum of a group becomes 4 or 6."""
+        numbers = torch.tensor(E2M1, device=weight.device)
+        between = (numbers[1:] + numbers[:-1]) / 2
+        blocks, scales = list[Tensor](), list[Tensor]()
+        for expert in weight.detach():
+            groups = expert.T.to(torch.float32).contiguous().unflatten(-1, (-1, 32))
+            power = groups.abs().amax(-1).clamp_min(2.0**-100).log2().floor().sub(2)
+            values = torch.bucketize(groups.abs() / power.exp2()[..., None], between).to(torch.uint8)
+            values |= (groups < 0).to(torch.uint8) << 3
+            blocks.append(values[..., 0::2] | values[..., 1::2] << 4)
+            scales.append((power + 127).to(torch.uint8))
+        return cls(torch.stack(blocks), torch.stack(scales))
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the weight as transformers' module has it: [experts, in, out]."""
+        experts, out, groups, half = self.blocks.shape
+        return torch.Size((experts, groups * half * 2, out))
+
+    @property
+    def fits(self) -> bool:
+        """Whether the kernels' arithmetic has the range of these scales."""
+        return int(self.scales.max()) <= ops.LARGEST_SCALE
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [experts, in, out], exact but for the range of `dtype`."""
+        return dequantise_mxfp4(self.blocks, self.scales, dtype)
+
+    def to(self, move: Callable[[Tensor], Tensor]) -> Self:
+        """Return the weight with `move` applied to its tensors."""
+        return type(self)(move(self.blocks), move(self.scales))
+
+
+class QuantisedExperts(nn.Module):
+    """Experts whose weights are quantised: the reference, which dequantises them in every call."""
+
+    def __init__(self, plain: Any, gate_up: StoredMxfp4, down: StoredMxfp4, dtype: torch.dtype) -> None:
+        """plain: transformers' module, which keeps its biases.  dtype: of the model."""
+        super().__init__()
+        self.plain, self.gate_up, self.down, self.dtype = plain, gate_up, down, dtype
+        self._release()
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        self._widen()
+        try:
+            result: Tensor = self.plain(*inputs)
+            return result
+        finally:
+            self._release()
+
+    def packed(self) -> tuple[ops.PackedRows, ops.PackedRows]:
+        """Return both weights as `ops.experts` takes them."""
+        gate_up = ops.pack_mxfp4(self.gate_up.blocks, self.gate_up.scales, interleaved=True)
+        return gate_up, ops.pack_mxfp4(self.down.blocks, self.down.scales, interleaved=False)
+
+    def widened(self) -> Any:
+        """Return transformers' module with dequantised weights."""
+        self._widen()
+        return self.plain
+
+    def _widen(self) -> None:
+        for name, weight in zip(WEIGHTS, (self.gate_up, self.down), strict=True):
+            setattr(self.plain, name, nn.Parameter(weight.dequantised(self.dtype), requires_grad=False))
+
+    def _release(self) -> None:
+        for name in WEIGHTS:
+            if hasattr(self.plain, name):
+                delattr(self.plain, name)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move the weights together with the module."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.gate_up, self.down = self.gate_up.to(fn), self.down.to(fn)
+        return self
+
+
+def whole_experts(weights: set[str]) -> set[str]:
+    """Return the modules of which both weights are among these names."""
+    modules = {name.rpartition(".")[0] for name in weights}
+    return {module for module in modules if all(f"{module}.{name}" in weights for name in WEIGHTS)}
+
+
+def await_experts(plain: Any) -> None:
+    """Give experts on the meta device parameters of the shapes of stored blocks, which transformers then sets."""
+    for name in WEIGHTS:
+        experts, size, out = getattr(plain, name).shape
+        blocks = torch.empty(experts, out, size // 32, 16, dtype=torch.uint8, device="meta")
+        setattr(plain, name, nn.Parameter(blocks, requires_grad=False))
+
+
+def settled_experts(plain: Any, scales: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
+    """Return the experts of `await_experts`, whose blocks are set.  scales: by name of the weight.
+
+    Dequantises them if a scale is out of the kernels' range."""
+    gate_up, down = (StoredMxfp4(getattr(plain, name).detach(), scales[name]) for name in WEIGHTS)
+    experts = QuantisedExperts(plain, gate_up, down, dtype)
+    if gate_up.fits and down.fits:
+        return experts
+    log.info("experts in mxfp4 are dequantised: a scale is over 2^%d", ops.LARGEST_SCALE - 127)
+    widened: nn.Module = experts.widened()
+    return widened
+
+
+def round_experts(model: PreTrainedModel) -> None:
+    """Round the experts of a gpt-oss model that has random weights to mxfp4."""
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if type(child) is GptOssExperts:
+                gate_up, down = (StoredMxfp4.of(getattr(child, each)) for each in WEIGHTS)
+                setattr(parent, name, QuantisedExperts(child, gate_up, down, model.dtype))
+
+
+def widen_experts(model: PreTrainedModel) -> None:
+    """Dequantise experts that no kernel of ours serves, because the model keeps transformers' layers.  Logs how
+    many."""
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, QuantisedExperts)
+    ]
+    for parent, name, child in found:
+        setattr(parent, name, child.widened())
+    if found:
+        text = "experts of %d layers are dequantised to %s: the model keeps transformers' layers"
+        log.info(text, len(found), model.dtype)
