@@ -44,6 +44,11 @@ def gateway(results: Results) -> Iterator[str]:
         )
     step = results["restructuring_cpu"]["figures"]["steady_step_256_ms"]
     yield f"plans and commits a steady step of 256 sequences in {v(step['after'], '.2f')} ms of CPU"
+    many = results["scheduler_cost"]["figures"]
+    yield (
+        f"a step of {v(1024, ',')} sequences takes {v(many['1024']['step_ms'], '.1f')} ms and one of {v(4096, ',')} takes "
+        f"{v(many['4096']['step_ms'], '.1f')} ms:"
+    )
 
 
 def burst(results: Results) -> Iterator[str]:
