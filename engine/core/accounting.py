@@ -55,7 +55,7 @@ class Auditor:
         first, self._next = self._next, self._next + PART_BLOCKS
         live = list(self._requests.live())
         try:
-            self._pool.check_range([seq.table for seq in live], first, self._next)
+            self._pool.check([seq.table for seq in live], range(first, min(self._next, self._pool.total)))
             if self._next < self._pool.total:
                 return False
             self._sequences(live)

@@ -238,18 +238,14 @@ class BlockPool:
         self.forget(list(self._idle))
         self.forget(list(self._index.values()))
 
-    def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Compare all counts with the live block tables.  Raises AccountingError naming the block.  O(blocks)."""
-        self.check_range(tables, 0, self.total)
+    def check(self, tables: Iterable[Sequence[int]], blocks: range | None = None) -> None:
+        """Compare the given blocks (None: all), and all sums, with the live block tables.
 
-    def check_range(self, tables: Iterable[Sequence[int]], first: int, end: int) -> None:
-        """Compare the blocks from `first` to `end` - 1, and all sums, with the live block tables.
-
-        Takes O(`end` - `first`), and O(blocks) of counting in C: 20 ms for 16,384 of 100,000 blocks.
+        Takes O(len(blocks)), and O(all blocks) of counting in C: 20 ms for 16,384 of 100,000 blocks.
         Raises AccountingError naming the block."""
         named = Counter(chain.from_iterable(tables))
         places = Counter(self._free)
-        for block in range(first, min(end, self.total)):
+        for block in range(self.total) if blocks is None else blocks:
             self._check_block(block, named[block])
             free = self._refs[block] == 0 and block not in self._idle
             if places[block] > free:

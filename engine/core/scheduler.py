@@ -81,7 +81,7 @@ class Scheduler:
         self.report = SchedulerReport(self.batch, pool.block_size)
         checkpoints = checkpoint_policy(pool, states, limits.fingerprint)
         self.report.totals.states = checkpoints.counts
-        layers = self._layer_groups(windows or [], host := host or HostPool())
+        layers = layer_groups(pool, windows or [], self.batch, host := host or HostPool(), limits)
         swaps = limits.preempt, limits.block_bytes
         self.swapping = Swapping(pool, host, self.step_cost, *swaps, checkpoints, layers)
         self.allocation = allocation_policy(pool, limits, checkpoints, layers)
@@ -118,18 +118,6 @@ class Scheduler:
         self.occupancy = Occupancy(pool, self.batch, self.requests, layers, limits.block_bytes)
         parts = self.requests, self.batch, self.waiting, self.swapping, self.allocation, self.report
         self.auditor = Auditor(pool, *parts, checkpoints, layers)
-
-    def _layer_groups(self, windows: list[WindowGroup], host: HostPool) -> LayerGroups:
-        if not windows:
-            return LayerGroups()
-        limits = self.limits
-        return WindowGroups(
-            *(self.pool, windows, self.batch),
-            fingerprint=limits.fingerprint,
-            host_blocks=host.total,
-            step_tokens=limits.step_tokens,
-            max_model_len=limits.max_model_len,
-        )
 
     def _build_drafts(self, layers: LayerGroups) -> Drafts:
         policy = DraftController(self.step_cost, self.limits.tile_tokens)
@@ -440,3 +428,20 @@ class Scheduler:
             self.groups.close(seq.request.id)
             if reason is not None:
                 self.report.finish_request(seq.request.id)
+
+
+def layer_groups(
+    pool: BlockPool, windows: list[WindowGroup], batch: Batch, host: HostPool, limits: Limits
+) -> LayerGroups:
+    """Return the layer groups of a model with these window groups; an empty list: all layers attend to every token."""
+    if not windows:
+        return LayerGroups()
+    return WindowGroups(
+        pool,
+        windows,
+        batch,
+        fingerprint=limits.fingerprint,
+        host_blocks=host.total,
+        step_tokens=limits.step_tokens,
+        max_model_len=limits.max_model_len,
+    )
