@@ -113,7 +113,7 @@ class RegionReader:
         self._notation: Notation | None = None
         self._raw: list[str] | None = None  # text of the open call while it may become content, else None
         self._fenced = False  # the last call began with a code fence
-        self._broken = False  # the next closing marker belongs to a call that became content
+        self._broken = False  # closing markers belong to a call that became content
         self._draft: list[str] | None = None  # text of calls within the reasoning
         self._drafted: list[CallPart] = []  # parts of these calls
         self.push(reading.opening)
@@ -253,7 +253,6 @@ class RegionReader:
         if kind != "stray":
             self._fenced = kind != "fence" and (text.startswith("```") or (self._fenced and self.out.after_marker))
         if kind == "stray" and self._broken:
-            self._broken = False
             self.out.add_marker(text)
             return
         if self.reasoning and kind in ("call", "drop"):

@@ -202,6 +202,7 @@ WRITTEN: list[tuple[str, str, str, str, list[Any]]] = [
     ("the marker of Hermes", "llama3", f"<tool_call>{HERMES_CALL}</tool_call>", "", [PARIS]),
     ("the name under another key", "llama3", HERMES_CALL.replace("name", "function_name"), "", [PARIS]),
     ("no marker, no list", "mistral-list", HERMES_CALL, "", [PARIS]),
+    ("two closing markers of text that is no call", "function-tags", "<tool_call>\n<function=time>\n</function>\n</tool_call>\n<tool_call>\n<function=weather>\nParis\n</function>\n</tool_call>", "<tool_call>\n<function=weather>\nParis\n</function>\n</tool_call>", [("time", {})]),
     ("positions, no names", "lfm2", '<|tool_call_start|>[weather("Paris")]<|tool_call_end|>', '<|tool_call_start|>[weather("Paris")]<|tool_call_end|>', []),
 ]  # fmt: skip
 
