@@ -28,14 +28,12 @@ SECONDS = {
     "tests/executor/test_multimodal.py": 51,
     "tests/system/test_text.py": 48,
     "tests/helm/test_runs.py": 46,
-    "tests/system/test_fleet.py": 46,
     "tests/executor/test_quantised_towers.py": 43,
     "tests/test_image.py": 41,
     "tests/system/test_failures.py": 41,
     "tests/executor/test_load_memory.py": 40,
     "tests/system/test_ranks.py": 40,
     "tests/executor/test_unequal_layers.py": 36,
-    "tests/system/test_starts.py": 34,
     "tests/loadtest/test_replay.py": 30,
     "tests/service/test_process.py": 30,
     "tests/system/test_clocks.py": 29,
@@ -47,6 +45,7 @@ SECONDS = {
     "tests/grafana/test_dashboards.py": 25,
     "tests/core/policy/test_forecast.py": 24,
     "tests/executor/test_grammars.py": 24,
+    "tests/system/test_fleet.py": 23,
     "tests/executor/test_quantised.py": 22,
     "tests/system/test_client.py": 22,
     "tests/loadtest/test_burst.py": 22,
@@ -75,6 +74,7 @@ SECONDS = {
     "tests/service/text/test_vocabulary_files.py": 13,
     "tests/service/api/test_client_types.py": 12,
     "tests/service/test_deploys.py": 11,
+    "tests/system/test_starts.py": 10,
 }
 CLIENTS = Path(__file__).parent / "clients"  # `make clients` runs them
 PROCESSES_S = 25  # of another file of tests/system, which starts servers
