@@ -16,6 +16,7 @@ def lines(results: Results) -> Iterator[str]:
     yield from cpu(results["quantized_cpu"])
     yield from zen4(results)
     yield from gpu(results)
+    yield from mxfp4(results["mxfp4_experts_h200"])
 
 
 def spread(run: dict[str, Any], name: str) -> str:
@@ -110,3 +111,19 @@ def gpu(results: Results) -> Iterator[str]:
         f"times as fast as bfloat16: {first} at batch 1, {middle} at 32, {large} at 256 ({v(mixed, '.2f')} with prompts between), "
         f"and {v(trace, '.2f')} times the tokens/s"
     )
+
+
+def mxfp4(result: dict[str, Any]) -> Iterator[str]:
+    """Yield the figures of gpt-oss with experts in mxfp4, and in bfloat16."""
+    plain, packed = (result["steps"][name] for name in ("gpt-oss-20b", "gpt-oss-20b-mxfp4"))
+    batches = ("1", "4", "8", "32", "64")
+    yield f"| batch | {' | '.join(batches)} |"
+    for name, run in (("bfloat16", plain), ("mxfp4", packed)):
+        ms = [run["ms_per_token"][batch] for batch in batches]
+        yield f"| {name} | {' | '.join(v(one, '.1f' if one >= 10 else '.2f') for one in ms)} |"
+    gain = 100 * (plain["ms_per_token"]["1"] / packed["ms_per_token"]["1"] - 1)
+    yield f"One stream gains {v(gain, '.0f')} % only"
+    first = packed["first_tokens_ms"]["64"], plain["first_tokens_ms"]["64"]
+    yield f"the first tokens of 64 prompts of 128 tokens take {v(first[0], '.0f')} ms instead of {v(first[1], '.0f')}."
+    memory = result["weights_gb"]
+    yield f"Memory of the weights: {v(memory['gpt-oss-20b-mxfp4'], '.1f')} GB, of which experts take {v(memory['of_experts'], '.1f')}."
