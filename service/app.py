@@ -21,6 +21,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 
+import msgspec
 from aiohttp import web
 
 from quire.engine.common import histograms, logs, open_files, orphans, readiness, settings
@@ -35,6 +36,7 @@ from quire.service.api.inference_headers import InferenceHeaders, ObjectivesErro
 from quire.service.api.tenants import Tenants, TenantsError
 from quire.service.common import memory
 from quire.service.common.heartbeat import Heartbeat
+from quire.service.common.included_models import find_model
 from quire.service.common.metrics import Telemetry
 from quire.service.common.pacing import GC_THRESHOLDS, QuietCollector, StallWatch, new_event_loop
 from quire.service.config import GatewayConfig
@@ -390,6 +392,8 @@ def main(argv: Sequence[str]) -> None:
     prog = "quire gateway"
     config = settings.load(GatewayConfig, argv, os.environ, prog=prog, positional="model", table="gateway")
     logs.start(config.log_format)
+    # Without MODEL an engine serves the built-in one, so a gateway does, too.
+    config = msgspec.structs.replace(config, model=find_model(config.model or "builtin"))
     orphans.end_with_supervisor(config.drain_s + LAST_EVENTS_S)
     if config.queue_wait_s >= 0:
         log.warning(

@@ -14,7 +14,6 @@ import importlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,12 +24,13 @@ from msgspec import Meta
 
 from quire.engine.common import child_python, log_queue, settings
 from quire.engine.common.addresses import host_and_port, local_url
-from quire.engine.common.embedded_redis import EmbeddedRedis, die_with_parent
+from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.engine.common.errors import OperatorError
 from quire.engine.config import EngineConfig
 from quire.engine.wire.gateway_side import GatewaySide
 from quire.engine.wire.link import BusDown
 from quire.service.common.container_init import leave_pid_1
+from quire.service.common.included_models import find_model
 from quire.service.config import GatewayConfig
 from quire.service.supervisor import CONFIG_ERROR, Child, GivenUp, Interrupt, Supervisor
 from quire.service.terminal.options import ClientEnvironment
@@ -52,12 +52,6 @@ CLIENTS = {name: f"quire.service.terminal.{name}" for name in ("top", "chat", "b
 CONVERTER = "convert-tokenizer"  # command of the module quire.engine.tokenizers.convert
 # Settings that a gateway and its engine must agree on: given once, passed to both.
 BOTH = {"model", "served_name", "namespace", "vllm_metrics", "log_format", "otlp_endpoint", "trace_sample"}
-# Models that Quire makes by itself: value of MODEL -> arguments of Python that print the directory.
-INCLUDED = {
-    "": ["quire.engine.executor.models.sources.demo", "--or-builtin"],
-    "demo": ["quire.engine.executor.models.sources.demo"],
-    "builtin": ["quire.engine.executor.models.sources.builtin"],
-}
 CHAT_TEMPLATE = "chat_template.jinja"  # a file of checkpoints that can chat
 ENGINE_GRACE_S = 5.0  # the gateways have ended by then: requests that are left have no client and can wait
 ENGINE_STOP_S = 15.0  # seconds between SIGTERM and SIGKILL
@@ -302,25 +296,6 @@ def free_port(host: str, port: int) -> int:
             f"cannot listen on {host_and_port(host, port)}: {error.strerror}; choose another with --port"
         ) from None
     return found
-
-
-def find_model(name: str) -> str:
-    """Return the directory of the demo or built-in model, created on first use; any other name unchanged.
-
-    Ends the process if the directory cannot be created; the reason is then on stderr."""
-    if name not in INCLUDED:
-        return name
-    made = subprocess.run(
-        child_python.command("-m", *INCLUDED[name]),
-        stdout=subprocess.PIPE,
-        env=child_python.environment(),
-        text=True,
-        check=False,
-        preexec_fn=die_with_parent(),
-    )
-    if made.returncode != 0:
-        raise SystemExit(made.returncode)
-    return made.stdout.strip().splitlines()[-1]
 
 
 def example_of(model: str) -> tuple[str, dict[str, Any]]:

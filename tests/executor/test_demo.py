@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoTokenizer
 from quire.engine.executor.models import hf, weights
 from quire.engine.executor.models.sources import convert_gguf, demo
 from quire.engine.executor.models.sources.demo import DemoModelError, DemoModelUnavailable
-from quire.service import cli
+from quire.service.common import included_models
 from quire.service.output import regions
 from tests.checkpoints import make_checkpoint, tokenizer
 from tests.pace import patience
@@ -333,7 +333,7 @@ def test_an_interpreter_without_pip_uses_the_one_on_the_path(
 
 
 def test_the_command_line_knows_the_models_that_an_engine_knows() -> None:
-    assert cli.INCLUDED.keys() == hf.INCLUDED.keys()
+    assert included_models.INCLUDED.keys() == hf.INCLUDED.keys()
 
 
 def test_loading_logs_bytes_and_shows_no_bar(

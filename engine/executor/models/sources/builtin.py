@@ -110,6 +110,10 @@ def builtin(directory: Path | None = None) -> Path:
     if not directory.is_dir():
         try:
             _make(directory)
+        except ModuleNotFoundError as error:
+            raise ModelLoadError(
+                f"the built-in model is made with {error.name}: pip install 'quire[engine]'"
+            ) from error
         except OSError as error:
             raise ModelLoadError(describe_failure("the built-in model", directory.parent, error)) from error
     return directory
