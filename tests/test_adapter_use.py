@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.engine.adapters.counts import AdapterCounts
+from quire.engine.adapters.errors import AdapterError
+from quire.engine.adapters.names import check_name
 from quire.engine.core.limits import Event, Outputs
 from quire.engine.observers.adapter_use import MOST_COUNTED, MOST_NAMES, OTHER, AdapterUse
 from quire.engine.observers.metrics import Telemetry
@@ -32,6 +35,14 @@ def test_names_have_a_bound_and_the_popular_ones_are_among_them() -> None:
     assert {name for name, _ in Counter(drawn).most_common(10)} <= use.requests.keys()
     assert len(use._unnamed) <= MOST_COUNTED + 1
     assert use.requests[OTHER] > 0
+
+
+def test_an_adapter_called_other_has_a_series_of_its_own() -> None:
+    use = AdapterUse()
+    use.follow(Outputs({}, [], [ended("other")]))
+    assert use.requests == {OTHER: 0, "other": 1}
+    with pytest.raises(AdapterError, match="is no name for an adapter"):
+        check_name(OTHER)
 
 
 def test_a_request_counts_once_and_the_tokens_of_all_its_choices() -> None:

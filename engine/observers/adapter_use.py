@@ -2,7 +2,7 @@
 
     ended sequences ──> its adapter has a series ──> counts there
                     └─> no series, more than twice the requests of the least used series ──> replaces that series
-                              └─> fewer requests ──> series `other`
+                              └─> fewer requests ──> series `(other)`
 
 A deployment may have 10,000 adapters, and each series takes memory in Prometheus for hours.
 """
@@ -18,7 +18,7 @@ from quire.engine.observers.turn_record import TurnRecord
 
 MOST_NAMES = 32  # maximum adapters with their own series
 MOST_COUNTED = 1024  # maximum adapters without a series whose requests are counted
-OTHER = "other"
+OTHER = "(other)"  # no adapter has a name with parentheses
 
 
 class AdapterUse:
