@@ -25,6 +25,7 @@ import redis.asyncio as aioredis
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as NoConnection
 from redis.exceptions import MovedError, NoScriptError, RedisError, ResponseError
 
 from quire.engine.common.addresses import host_and_port
@@ -310,7 +311,40 @@ class _Doubt:
 
 
 class _Pool(aioredis.BlockingConnectionPool):
+    """Connections to one server.  Waiting commands get one in the order in which they asked.
+
+    redis-py's own pool lets a new command overtake those that wait, so in a burst one of them could wait for seconds.
+    """
+
     nodes: Nodes  # set by the Link that owns this pool
+
+    def __init__(self, max_connections: int, **options: Any) -> None:
+        super().__init__(max_connections, **options)
+        self._places = asyncio.Semaphore(max_connections)  # first in, first out
+        self._held = set[AbstractConnection]()  # connections in use, each with one place
+
+    async def get_connection(self, command_name: str | None = None, *keys: Any, **options: Any) -> AbstractConnection:
+        """Return a connection.  Raises redis' ConnectionError if none is free for `timeout` seconds."""
+        try:
+            async with asyncio.timeout(self.timeout):
+                await self._places.acquire()
+        except TimeoutError:
+            raise NoConnection("No connection available.") from None
+        try:
+            connection: AbstractConnection = await super().get_connection()  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._places.release()
+            raise
+        self._held.add(connection)
+        return connection
+
+    async def release(self, connection: AbstractConnection) -> None:
+        try:
+            await super().release(connection)
+        finally:
+            if connection in self._held:
+                self._held.remove(connection)
+                self._places.release()
 
     async def ensure_connection(self, connection: AbstractConnection) -> None:
         """Move the connection to the current node if it leads elsewhere, then check it as redis-py does."""
