@@ -140,9 +140,8 @@ class PlanBuilder:
             self._edits.slices.append(Slice(seq.slot, start, seq.tokens[start:end], sampler_of(seq, end)))
             self._edits.named.add(id(seq))
             self._batch.jump(seq, end, self._step)
-            self._seal_computed(
-                seq, start - self._batch.steps_in_flight, end
-            )  # steps in flight compute the tokens before `start`
+            # Steps in flight compute the tokens before `start`.
+            self._seal_computed(seq, start - self._batch.steps_in_flight, end)
             self._decoding -= 1
             self._forced.jumped(end - start)
             left -= end - start - 1

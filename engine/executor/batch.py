@@ -69,9 +69,7 @@ class Batch:
         self.slots = torch.full((max_seqs,), -1, dtype=torch.int32, device=device)
         self._buffers = DecodeBuffers.allocate(max_seqs, device)
         self._host_slots = np.full(max_seqs, -1, dtype=np.int32)
-        self._host_tables = np.zeros(
-            self.tables.shape, dtype=np.int32
-        )  # host copy of `tables`, for the kv_indices of slices
+        self._host_tables = np.zeros(self.tables.shape, dtype=np.int32)  # a copy of `tables`, for kv_indices of slices
         self.shapes = Shapes()  # a step with slices is padded to the smallest of these that holds it
         self._pages: dict[Shape, Page] = {}  # pages of padded steps, at fixed addresses
         columns = self.tables.shape[1]

@@ -111,9 +111,8 @@ class LogFile:
     def _append(self, data: bytes) -> None:
         """Append one record, to a new file if this file is full or has been renamed.  Raises OSError."""
         if self._size > self._max_bytes // 2:
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # another program has renamed it, or a file could not be opened
+            # The file may be gone: another program has renamed it, or it could not be opened.
+            with contextlib.suppress(FileNotFoundError):
                 os.replace(self._path, self.previous)
             self._open()
         elif self._moved():

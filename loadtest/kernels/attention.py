@@ -205,9 +205,8 @@ def decode(memory: Memory, top: Ceilings, *, quick: bool, peers: bool) -> Iterat
             row["cudnn_flat_us"] = cudnn_us(case, memory, sets)
         figures = peer_figures.DECODE.get((heads, kv_heads, batch, context)) if peers else None
         if figures and case.kv_bytes * 8 < 128 << 20:
-            row["warm_us"] = graph_us(
-                paged(case, memory, 8)
-            )  # as the peers were timed: 8 alternating regions, which stay in L2
+            # As the peers were timed: 8 alternating regions, which stay in L2.
+            row["warm_us"] = graph_us(paged(case, memory, 8))
         yield row | _beside(us, row.get("warm_us"), figures)
 
 

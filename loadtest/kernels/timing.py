@@ -84,9 +84,8 @@ def measure_ceilings(big: Tensor) -> Ceilings:
     """`big`: a few GB of random bfloat16."""
     half = big.numel() // 2
     source, target = big[:half], big[half:].clone()
-    copy = min(
-        elapsed_us([lambda: target.copy_(source)]) for _ in range(10)
-    )  # not in a CUDA graph, where copies are slower
+    # Not in a CUDA graph, where copies are slower.
+    copy = min(elapsed_us([lambda: target.copy_(source)]) for _ in range(10))
     total = torch.empty((), dtype=torch.float32, device=big.device)
     added = graph_us([lambda: torch.sum(big, dim=0, dtype=torch.float32, out=total)], seconds=0.1)
     gbps = big.nbytes / 1e3

@@ -126,9 +126,8 @@ class Fairness:
         self._look_step = 0  # the first step in which holdings are summed up again
         self._retry_step = 0  # the first step in which a favoured sequence is searched again
         self._visits, self._visits_step = 0, -1  # running sequences that the searches of a plan have visited; its step
-        self._failed: set[str] = (
-            set()
-        )  # tenants that a search tried in vain before it was cut off: the next one skips them
+        # Tenants that a search tried in vain before it was cut off: the next one skips them.
+        self._failed = set[str]()
 
     @property
     def contend(self) -> bool:
