@@ -10,6 +10,7 @@ from redis.exceptions import ConnectionError as RedisGone
 
 from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.engine.wire import link
+from tests.pace import patience
 
 
 async def test_a_command_that_waits_is_not_overtaken(
@@ -57,7 +58,7 @@ async def test_places_of_failed_and_cancelled_waits_are_free_again(
     await asyncio.gather(*waits, return_exceptions=True)
     for connection in held:
         await pool.release(connection)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(patience(60)):
         held = [await pool.get_connection() for _ in range(2)]
     for connection in held:
         await pool.release(connection)

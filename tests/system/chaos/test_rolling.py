@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pace import patience
+from tests.pace import paced, patience
 from tests.system.chaos.rolling import DRAIN_S, EXIT_S, Rollout, Update, rolling
 
 
@@ -16,7 +16,8 @@ from tests.system.chaos.rolling import DRAIN_S, EXIT_S, Rollout, Update, rolling
 async def test_every_process_is_replaced_in_time_and_no_other_stream_fails(tmp_path: Path) -> None:
     # Without a grace period every resumable stream that is open there has to come back.  Answers take 6 s: plain ones
     # that outlast the drain end with their gateway.
-    found = await rolling(tmp_path, streams=12, tokens=600, step_ms=10.0, seed=2, grace_s=0.0, drain_s=2.0)
+    drain_s = paced(2.0)
+    found = await rolling(tmp_path, streams=12, tokens=600, step_ms=10.0, seed=2, grace_s=0.0, drain_s=drain_s)
     assert found.clean, found
     assert [update.what for update in found.updates] == ["nothing", "engine", "engine", "resuming", "plain"]
     assert all(len(update.gaps_s) == update.live > 0 for update in found.updates)

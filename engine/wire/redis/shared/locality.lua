@@ -43,8 +43,8 @@ end
 -- Creates the functions by which an engine claims by prefix.  A sync calls `choose` for the tenant whose turn it is,
 -- `note_claim` after each claim, and `finish` once at the end.
 -- `me`: {name, token_us, step_us, backlog, load_us, loads, publishes, lacking} of the engine.  load_us: us until one
--- more adapter would be loaded, negative: it takes none.  loads: adapters that are loading or wait for it.  lacking: whether any engine lacks an
--- adapter.  `now`: unix ms.
+-- more adapter would be loaded, negative: it takes none.  loads: adapters that are loading or wait for it.  lacking:
+-- whether any engine lacks an adapter.  `now`: unix ms.
 --
 -- They are nested here instead of shared, so that only claims by prefix spend time on creating them (scripts.py).
 local function chooser(me, now)
