@@ -323,7 +323,7 @@ class _Pool(aioredis.BlockingConnectionPool):
         self._places = asyncio.Semaphore(max_connections)  # first in, first out
         self._held = set[AbstractConnection]()  # connections in use, each with one place
 
-    async def get_connection(self, command_name: str | None = None, *keys: Any, **options: Any) -> AbstractConnection:
+    async def get_connection(self, *_: Any, **__: Any) -> AbstractConnection:
         """Return a connection.  Raises redis' ConnectionError if none is free for `timeout` seconds."""
         try:
             async with asyncio.timeout(self.timeout):
