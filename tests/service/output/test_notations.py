@@ -19,6 +19,7 @@ from quire.service.output.argument_types import ArgumentText, Tools, reduced, ty
 from quire.service.output.json_repair import WHOLE_CHARS, Repair, repaired
 from quire.service.output.lenient_json import Event, JsonReader
 from quire.service.output.regions import Reading, ResponseTemplate, find, known
+from tests.service.output.merged import Read, merged
 from tests.system.chaos.near_calls import FAMILIES, near_calls
 
 TEMPLATES = {name: ResponseTemplate(described) for name, described in known().response_templates.items()}
@@ -41,24 +42,9 @@ PARIS, ROME = ("weather", {"city": "Paris"}), ("weather", {"city": "Rome"})
 
 def read(
     template: ResponseTemplate, pieces: list[str], *, opening: str = "", cut: bool = False, parallel: bool = True
-) -> tuple[str, str, list[tuple[str, str]]]:
+) -> Read:
     reader = template.reader(Reading(opening, calls=True, tools=TOOLS, parallel=parallel))
-    content = reasoning = ""
-    calls: list[tuple[str, str]] = []
-    for piece in [*pieces, None]:
-        if piece is None:
-            reader.finish(cut=cut)
-        else:
-            reader.push(piece)
-        more, thought, new = reader.take()
-        content, reasoning = content + more, reasoning + thought
-        for call in new:
-            if call.name is not None:
-                assert call.index == len(calls)
-                calls.append((call.name, call.arguments))
-            else:
-                calls[call.index] = calls[call.index][0], calls[call.index][1] + call.arguments
-    return content, reasoning, calls
+    return merged(reader, pieces, cut=cut)
 
 
 def says(name: str | ResponseTemplate, text: str, **options: Any) -> tuple[str, str, list[tuple[str, Any]]]:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from quire.service.output.markers import Markers
 from quire.service.output.regions import CallDelta, Reading, ResponseTemplate, digest, find, known, name_of
 from tests.pace import patience
+from tests.service.output.merged import merged
 
 Calls = list[tuple[str, Any]]
 
@@ -33,25 +34,7 @@ TEMPLATES = {name: ResponseTemplate(described) for name, described in known().re
 
 def read(name: str, pieces: list[str], reading: Reading | None = None, *, cut: bool = False) -> Message:
     """Read an answer piece by piece, and merge what is returned as a client does."""
-    reader = TEMPLATES[name].reader(reading or Reading("", calls=True))
-    content = reasoning = ""
-    calls: list[CallDelta] = []
-    for piece in [*pieces, None]:
-        if piece is None:
-            reader.finish(cut=cut)
-        else:
-            reader.push(piece)
-        more, thought, new = reader.take()
-        content, reasoning, calls = content + more, reasoning + thought, calls + new
-    merged: list[tuple[str, str]] = []
-    for call in calls:
-        if call.name is not None:
-            assert call.index == len(merged)
-            merged.append((call.name, call.arguments))
-        else:
-            assert call.index == len(merged) - 1
-            merged[-1] = merged[-1][0], merged[-1][1] + call.arguments
-    return Message(content, reasoning, merged)
+    return Message(*merged(TEMPLATES[name].reader(reading or Reading("", calls=True)), pieces, cut=cut))
 
 
 # response template -> an answer as its models write it, and what it says

@@ -23,7 +23,8 @@ import jinja2
 
 from quire.service.common.surrogates import without_surrogates
 from quire.service.output.argument_types import reduced
-from quire.service.output.regions import CallDelta, Reading, ResponseTemplate, known
+from quire.service.output.regions import Reading, ResponseTemplate, known
+from tests.service.output.merged import Read, merged
 from tests.service.text.call_notations import NOTATIONS
 from tests.system.chaos.histories import command
 
@@ -185,33 +186,9 @@ class Answers:
         return text
 
 
-Read = tuple[str, str, list[tuple[str, str]]]
-
-
 def read(name: str, pieces: list[str], *, cut: bool) -> Read:
-    """Read an answer in pieces, and join the deltas as a client does."""
-    reader = template_of(name).reader(Reading("", calls=True, tools=TOOLS))
-    content = reasoning = ""
-    calls: list[tuple[str, str]] = []
-    for piece in [*pieces, None]:
-        if piece is None:
-            reader.finish(cut=cut)
-        else:
-            reader.push(piece)
-        more, thought, deltas = reader.take()
-        content, reasoning = content + more, reasoning + thought
-        for delta in deltas:
-            _add(calls, delta)
-    return content, reasoning, calls
-
-
-def _add(calls: list[tuple[str, str]], delta: CallDelta) -> None:
-    if delta.name is not None:
-        assert delta.index == len(calls), "an index is left out"
-        calls.append((delta.name, delta.arguments))
-    else:
-        name, before = calls[delta.index]
-        calls[delta.index] = name, before + delta.arguments
+    """Read an answer in pieces, and merge the deltas as a client does."""
+    return merged(template_of(name).reader(Reading("", calls=True, tools=TOOLS)), pieces, cut=cut)
 
 
 def outcome(name: str, text: str, calls: list[Call] | None, dice: random.Random) -> str:
