@@ -37,7 +37,7 @@ struct ExpertsArgs {
   const void* x;         // [tokens, hidden]
   const int* chosen;     // [tokens, top]
   const float* weights;  // [tokens, top]
-  // Of gate_up and down: their layout is that of experts_layout.h, and x is bf16; none: as below, in dtype.
+  // Format of gate_up and down in the layout of experts_layout.h, with x in bf16; none: plain rows in dtype, as below.
   std::optional<experts_layout::Format> packed;
   const void* gate_up;       // [experts, 2 * inner, hidden]: per expert gate rows, then up rows; clamped: interleaved
   const void* gate_up_bias;  // [experts, 2 * inner], in the order of the rows; or null

@@ -49,7 +49,7 @@ from tests.system.processes import Process, at_rest, ending, fleet_until, until,
 
 NAMESPACE = "rolling"
 GRACE_S = 3.0  # --drain-s of the gateway whose clients come back
-DRAIN_S = 30.0  # of the other one: the product's default
+DRAIN_S = 30.0  # --drain-s of the gateway with plain clients; the product's default
 EXIT_S = 2.0  # for a process to exit after that
 PATIENT_S = 600.0  # for anything else
 ENGINE = [
@@ -80,7 +80,7 @@ class Rollout:
     updates: list[Update] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     seconds: float = 0.0
-    drain_s: float = DRAIN_S  # of the gateway of plain clients
+    drain_s: float = DRAIN_S  # --drain-s of the gateway with plain clients
 
     @property
     def clean(self) -> bool:
