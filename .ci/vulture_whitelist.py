@@ -58,7 +58,7 @@ _.MOVES
 _.TAIL
 _.TAIL_BYTES
 _.PATIENCE_PERCENT, _.RECOMPUTE, _.PACE_TOKENS
-_.LOADS_PASSED, _.MOST_LOADS, _.LACKING_MS
+_.LOADS_PASSED, _.MAX_LOADS, _.LACKING_MS
 _.MEMORY_MS
 _.GATEWAY_MS
 _.OUTPUT_COST
@@ -83,7 +83,7 @@ _.COMMAND_WORDS
 _.exit_status  # engine/common/errors.py
 _.logged_tokens  # engine/wire/records.py: a field of Quarantined
 # engine/wire/records.py: fields of QueueBounds, which submit passes on in their order.
-_.on_time_excess, _.late_excess, _.target_ms, _.most_requests, _.most_bytes
+_.on_time_excess, _.late_excess, _.target_ms, _.max_requests, _.max_bytes
 
 # Fields that `service/grammar/grammar.py` reads by name, and what llguidance asks of a tokenizer.
 _.response_format, _.special_token_ids

@@ -29,13 +29,13 @@ class GrammarGate(Gate):
         store: HeldGrammars | None,
         clock: Callable[[], int] = steady_ms,
         *,
-        most_held_mib: int = 1024,
+        max_held_mib: int = 1024,
     ) -> None:
         """`store`: None: the executor has no grammar support, and the scheduler refuses requests with a grammar.
-        `most_held_mib`: maximum MiB of grammars held by requests; the last grammar may exceed it."""
+        `max_held_mib`: maximum MiB of grammars held by requests; the last grammar may exceed it."""
         super().__init__(inbox, store, clock)
         self._grammars = store
-        self._most_held_mib, self._warn_ms = most_held_mib, 0
+        self._max_held_mib, self._warn_ms = max_held_mib, 0
 
     def need(self, request: Generate) -> str:
         return request.sampling.grammar
@@ -47,12 +47,12 @@ class GrammarGate(Gate):
     def _full(self) -> bool:
         assert self._grammars is not None
         held_mib = self._grammars.counts.held_bytes >> 20
-        if held_mib < self._most_held_mib:
+        if held_mib < self._max_held_mib:
             return False
         if (now := self._clock()) >= self._warn_ms:
             self._warn_ms = now + WARN_MS
             log.warning(
                 "the grammars of requests take %d MiB: requests with other grammars wait (--grammars-held-mib %d)",
-                *(held_mib, self._most_held_mib),
+                *(held_mib, self._max_held_mib),
             )
         return True

@@ -31,7 +31,7 @@ from quire.engine.core.policy.allocation import shares_blocks
 from quire.engine.core.policy.step_cost import StepCostModel
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.state_pool import StatePool
-from quire.engine.core.window_reservations import most_sequences
+from quire.engine.core.window_reservations import max_sequences
 from quire.engine.executor.base import Executor, StepError
 from quire.engine.grammar_gate import GrammarGate
 from quire.engine.observers.accounting_checks import AccountingChecks
@@ -59,7 +59,7 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
     max_seqs, step_tokens = config.max_seqs or executor.max_seqs, config.step_tokens or executor.step_tokens
     if windows := executor.info.windows:
         sizes = {"block_size": config.block_size, "max_model_len": executor.info.max_model_len}
-        fit = most_sequences(windows, step_tokens=step_tokens, full_blocks=executor.blocks, **sizes)
+        fit = max_sequences(windows, step_tokens=step_tokens, full_blocks=executor.blocks, **sizes)
         max_seqs = min(max_seqs, fit)
     if step_tokens <= max_seqs:
         raise ConfigError(
@@ -99,7 +99,7 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
     core = Scheduler(pool, limits, HostPool(executor.host_blocks), costs, states, windows)
     core.drafts.drafter = executor.drafter
     core.drafts.run_ahead = executor.depth > 1 and executor.drafter is not None
-    core.drafts.most_drafts = info.draft_tokens
+    core.drafts.max_drafts = info.draft_tokens
     return core
 
 
@@ -130,7 +130,7 @@ class Engine:
         self._leave_at = math.inf  # monotonic seconds at which a draining engine ends run() in any case
         held_mib = config.grammars_held_mib
         self._adapters = AdapterGate(inbox, executor.adapter_store, clock, returns=outbox.returns)
-        self._inbox = GrammarGate(self._adapters, executor.grammar_store, clock, most_held_mib=held_mib)
+        self._inbox = GrammarGate(self._adapters, executor.grammar_store, clock, max_held_mib=held_mib)
         self._outbox = outbox
         self._clock = clock
         self._load = LoadReport(config.engine_id, executor.info)

@@ -14,7 +14,7 @@ from quire.engine.core.accounting import PART_BLOCKS
 from quire.engine.core.blocks import AccountingError
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor
 from quire.engine.loop import Engine
-from quire.engine.observers.accounting_checks import BUSY_EVERY_S, MOST_SHARE, AccountingChecks
+from quire.engine.observers.accounting_checks import BUSY_EVERY_S, MAX_SHARE, AccountingChecks
 from quire.engine.orders import LocalBox
 from quire.engine.wire.messages import Generate, Sampling
 
@@ -64,7 +64,7 @@ def test_a_busy_engine_checks_every_ten_seconds() -> None:
 def test_slow_checks_are_further_apart() -> None:
     busy = Busy(check_s=0.2)
     busy.run(400)
-    assert 0.2 * len(busy.checks_at) <= 400 * MOST_SHARE
+    assert 0.2 * len(busy.checks_at) <= 400 * MAX_SHARE
 
 
 def test_a_planted_error_is_found_within_a_minute() -> None:
@@ -101,7 +101,7 @@ def test_checks_in_parts_keep_to_their_share_of_the_time() -> None:
     busy = Busy(check_s=0.1, blocks=5 * PART_BLOCKS)
     busy.run(1000)
     assert len(busy.checks_at) > 3
-    assert 0.1 * len(busy.parts_at) <= 1000 * MOST_SHARE
+    assert 0.1 * len(busy.parts_at) <= 1000 * MAX_SHARE
 
 
 @pytest.mark.parametrize("block", [0, 3 * PART_BLOCKS, 5 * PART_BLOCKS - 1])

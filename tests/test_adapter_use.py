@@ -12,7 +12,7 @@ from quire.engine.adapters.counts import AdapterCounts
 from quire.engine.adapters.errors import AdapterError
 from quire.engine.adapters.names import check_name
 from quire.engine.core.limits import Event, Outputs
-from quire.engine.observers.adapter_use import MOST_COUNTED, MOST_NAMES, OTHER, AdapterUse
+from quire.engine.observers.adapter_use import MAX_COUNTED, MAX_NAMES, OTHER, AdapterUse
 from quire.engine.observers.metrics import Telemetry
 from quire.engine.wire.messages import EngineLoad, Generate, Sampling
 
@@ -30,10 +30,10 @@ def test_names_have_a_bound_and_the_popular_ones_are_among_them() -> None:
     drawn = dice.choices(names, [1 / (rank + 1) for rank in range(len(names))], k=20_000)
     for name in [*reversed(names), *drawn]:
         use.follow(Outputs({}, [], [ended(name)]))
-    assert len(use.requests) == MOST_NAMES + 1
+    assert len(use.requests) == MAX_NAMES + 1
     assert use.requests.keys() == use.tokens.keys()
     assert {name for name, _ in Counter(drawn).most_common(10)} <= use.requests.keys()
-    assert len(use._unnamed) <= MOST_COUNTED + 1
+    assert len(use._unnamed) <= MAX_COUNTED + 1
     assert use.requests[OTHER] > 0
 
 

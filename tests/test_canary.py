@@ -19,7 +19,7 @@ from quire.engine.executor.base import Executor, ModelInfo, ScriptedExecutor, St
 from quire.engine.executor.loading import load
 from quire.engine.executor.local import LocalExecutor
 from quire.engine.loop import Engine
-from quire.engine.observers.canary import MOST_SHARE, NAME, QUIET_S, TAIL, TOLERANCE, Canary, difference
+from quire.engine.observers.canary import MAX_SHARE, NAME, QUIET_S, TAIL, TOLERANCE, Canary, difference
 from quire.engine.observers.metrics import Telemetry
 from quire.engine.orders import LocalBox, Order
 from quire.engine.wire.messages import FOREVER_MS, Delta, Generate, Sampling
@@ -264,7 +264,7 @@ def test_it_waits_for_a_quiet_moment_and_for_its_period(idle: Idle) -> None:
 
 
 def test_a_slow_model_runs_it_seldom(loaded: LocalExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most MOST_SHARE of the time, whatever the option says."""
+    """At most MAX_SHARE of the time, whatever the option says."""
     idle = Idle(loaded, canary_every_s=1.0)
     collect = LocalExecutor.collect
 
@@ -279,8 +279,8 @@ def test_a_slow_model_runs_it_seldom(loaded: LocalExecutor, monkeypatch: pytest.
             idle.canary.run()
             runs += 1
         idle.clock.now += 0.5
-    assert runs == pytest.approx(10_000 * MOST_SHARE / 4.0, abs=2)
-    assert idle.canary.counts.seconds <= MOST_SHARE * (idle.clock.now - began) + 4.0
+    assert runs == pytest.approx(10_000 * MAX_SHARE / 4.0, abs=2)
+    assert idle.canary.counts.seconds <= MAX_SHARE * (idle.clock.now - began) + 4.0
 
 
 class Orders(LocalBox):
@@ -407,7 +407,7 @@ def test_under_load_clients_see_nothing_of_it(crowd: Crowd) -> None:
     assert totals.preemptions == 0
     assert totals.generated_tokens == tokens + 2 * counts.equal
     assert totals.leaks == totals.double_frees == totals.other_alarms == 0
-    assert 0 < counts.seconds <= MOST_SHARE * 170.0
+    assert 0 < counts.seconds <= MAX_SHARE * 170.0
 
 
 def test_a_mixture_whose_experts_change_at_near_ties_runs_it_idle_only(loaded: LocalExecutor) -> None:

@@ -43,10 +43,10 @@ class Box:
 class Gate:
     """A gate over a box, whose grammars are compiled when `work` says so."""
 
-    def __init__(self, most_held_mib: int = 1024) -> None:
+    def __init__(self, max_held_mib: int = 1024) -> None:
         self.box, self.compiler, self.now_ms = Box(), Compiler(), 0
         self.store = store_of(self.compiler)
-        self.gate = GrammarGate(self.box, self.store, lambda: self.now_ms, most_held_mib=most_held_mib)
+        self.gate = GrammarGate(self.box, self.store, lambda: self.now_ms, max_held_mib=max_held_mib)
 
     def take(self, *orders: Order) -> list[Order]:
         self.box.orders += orders
@@ -86,7 +86,7 @@ def large(name: str) -> str:
 def test_the_bytes_of_held_grammars_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     """Beyond the bound requests wait without a grammar, tenants in turns; those whose grammar is held, or that have
     none, pass.  As requests end, each one gets its turn."""
-    gate, started, peak = Gate(most_held_mib=12), list[str](), 0
+    gate, started, peak = Gate(max_held_mib=12), list[str](), 0
     orders = [request(f"loud{at}", large(f"{at}"), tenant="loud") for at in range(20)]
     quiet, shared = request("quiet", large("q"), tenant="quiet"), request("shared", large("0"), tenant="other")
     passed = gate.take(*orders, quiet, shared, request("plain"))
@@ -107,7 +107,7 @@ def test_the_bytes_of_held_grammars_are_bounded(caplog: pytest.LogCaptureFixture
 
 
 def test_a_request_that_waits_for_others_to_end_can_be_aborted_and_expires() -> None:
-    gate = Gate(most_held_mib=4)
+    gate = Gate(max_held_mib=4)
     gate.take(request("first", large("a")))
     late = request("late", large("b"), deadline_ms=1000)
     left = request("left", large("c"))
@@ -124,7 +124,7 @@ def test_a_request_that_waits_for_others_to_end_can_be_aborted_and_expires() -> 
 @settings(max_examples=40, deadline=None)
 def test_held_bytes_are_the_sum_of_held_grammars(steps: list[tuple[str, int, str]]) -> None:
     """And every request that was not aborted starts once, when all that run end."""
-    gate, running, open_ids, started = Gate(most_held_mib=8), list[str](), set[str](), list[str]()
+    gate, running, open_ids, started = Gate(max_held_mib=8), list[str](), set[str](), list[str]()
 
     def note(orders: list[Order]) -> None:
         for one in orders:
@@ -420,7 +420,7 @@ def test_no_more_is_claimed_than_slots_wait_for_grammars(checkpoint: Callable[[s
         raise GrammarError(text)
 
     engine = Engine(config, executor, box, Out())
-    engine._inbox = GrammarGate(box, GrammarStore(never, most_bytes=0, threads=0))
+    engine._inbox = GrammarGate(box, GrammarStore(never, max_bytes=0, threads=0))
     box.orders += [request(f"r{at}", f"g{at}") for at in range(30)]
     engine.turn()
     assert reports[-1].free_requests == 2

@@ -26,7 +26,7 @@ from quire.engine.observers.metrics import Telemetry
 from quire.engine.observers.metrics_page import Page
 from quire.engine.orders import LocalBox, Report
 from quire.engine.process.hot_prefixes import LONGEST, WRITE_S, PrefixCounts, warm
-from quire.engine.wire.hot_prefix_store import MOST, MOST_BYTES
+from quire.engine.wire.hot_prefix_store import MAX_BYTES, MOST
 from quire.engine.wire.link import BusDown
 from quire.engine.wire.messages import Generate, HotPrefix, Sampling
 from tests.ports import free_port
@@ -194,12 +194,12 @@ def test_what_is_stored_is_bounded_and_the_coldest_leave() -> None:
     counted.write(0.0)
     assert len(store.stored["f00d"]) == MOST
     assert store.stored["f00d"][0] == prefix([997] * SIZE)
-    big = MOST_BYTES // 4 // 4 // SIZE  # blocks in a quarter of it
+    big = MAX_BYTES // 4 // 4 // SIZE  # blocks in a quarter of it
     for i in range(3 * 4 * 4):
         for _ in range(2):
             counted.count(started([1000 + i], big))
     counted.write(0.0)
-    assert sum(len(one.tokens) for one in store.stored["f00d"]) <= MOST_BYTES
+    assert sum(len(one.tokens) for one in store.stored["f00d"]) <= MAX_BYTES
     assert len(store.stored["f00d"]) == len(counted._hot) == 8
 
 

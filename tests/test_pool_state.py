@@ -157,9 +157,9 @@ def sequences(*tables: list[int]) -> list[Sequence]:
 
 
 def test_what_a_snapshot_names_is_bounded_and_the_rest_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_state, "MOST_SEQUENCES", 3)
-    monkeypatch.setattr(pool_state, "MOST_RUNS", 5)
-    monkeypatch.setattr(pool_state, "MOST_NEW_BLOCKS", 4)
+    monkeypatch.setattr(pool_state, "MAX_SEQUENCES", 3)
+    monkeypatch.setattr(pool_state, "MAX_RUNS", 5)
+    monkeypatch.setattr(pool_state, "MAX_NEW_BLOCKS", 4)
     live = sequences([1, 2, 3], [], [10, 12, 14], [20, 22, 24, 26, 28, 30], [40])
     reader, named = TableReader(), list[list[int]]()
     for _ in range(5):  # four blocks a time
@@ -214,7 +214,7 @@ def test_snapshots_are_a_period_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.turn()
     assert len(publisher.offered) == 2
     monkeypatch.setattr(pool_state, "PERIOD_S", 0.0)
-    monkeypatch.setattr(pool_state, "MOST_SHARE", math.inf)
+    monkeypatch.setattr(pool_state, "MAX_SHARE", math.inf)
     publisher.wanted = False
     engine.turn()
     publisher.wanted = True

@@ -103,14 +103,14 @@ def test_evicted_and_reset_prefixes_are_taken_back() -> None:
 
 
 def test_the_number_of_digests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.observers.prefix_reports.MOST_HELD", 20)
+    monkeypatch.setattr("quire.engine.observers.prefix_reports.MAX_HELD", 20)
     rig = Rig(1024)
     for seed in range(4):
         rig.claim(f"r{seed}", tokens(seed, 1000))
         rig.finish()
     assert len(rig.known) == 20
     assert set(split(prefix_digests(tokens(3, 1000), ""))) <= rig.known
-    assert prefixes.MOST_HELD * DIGEST_BYTES <= 2**16  # bytes of one sync that sends all digests
+    assert prefixes.MAX_HELD * DIGEST_BYTES <= 2**16  # bytes of one sync that sends all digests
 
 
 @given(
@@ -123,7 +123,7 @@ def test_the_number_of_digests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 def test_beyond_the_bound_the_longest_prefixes_leave_first(work: list[tuple[int, int, int, int]]) -> None:
     """An engine that looks for what another one holds asks for the shortest prefix first."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quire.engine.observers.prefix_reports.MOST_HELD", 20)
+        patch.setattr("quire.engine.observers.prefix_reports.MAX_HELD", 20)
         rig, prompts = Rig(1024), list[list[int]]()
         for number, (trunk, branch, common, length) in enumerate(work):
             prompts.append((tokens(trunk, common) + tokens(100 + branch, 1000))[:length])
@@ -199,8 +199,8 @@ def test_an_exchange_sends_what_changed_and_everything_after_a_lapse() -> None:
     published.sent(vanished=True)
     assert published.update(PrefixReport([], [two])) == ("afresh", b"", b"")
     published.sent(vanished=False)
-    published.claimed(bytes(8 * (prefixes.MOST_PUBLISHED // 2)))  # all the same
-    published.claimed(struct.pack(f"<{prefixes.MOST_PUBLISHED}Q", *range(1, prefixes.MOST_PUBLISHED + 1)))
+    published.claimed(bytes(8 * (prefixes.MAX_PUBLISHED // 2)))  # all the same
+    published.claimed(struct.pack(f"<{prefixes.MAX_PUBLISHED}Q", *range(1, prefixes.MAX_PUBLISHED + 1)))
     assert published.update(PrefixReport([two])) == ("afresh", two, b"")
 
 
@@ -224,7 +224,7 @@ class ExchangingRig(Rig):
 
 def test_claims_beyond_the_bound_leave_in_redis_what_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """HeldPrefixes reports a digest once, so an engine that forgot it would publish it no more."""
-    monkeypatch.setattr("quire.engine.wire.prefixes.MOST_PUBLISHED", 40)
+    monkeypatch.setattr("quire.engine.wire.prefixes.MAX_PUBLISHED", 40)
     rig, digests = ExchangingRig(1024), [set(split(prefix_digests(tokens(seed, 1000), ""))) for seed in range(4)]
     rig.claim("r0", tokens(0, 1000))
     rig.finish()

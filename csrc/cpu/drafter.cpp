@@ -39,7 +39,7 @@ void follow(const Text& text, int32_t* places, int count, bool itself, Continuat
       if (same > most) most = same, best = token;  // a tie goes to the newest place
     }
     const float share = static_cast<float>(most) / static_cast<float>(all);
-    if (best == kEnd || share < kLeastShare) return;
+    if (best == kEnd || share < kMinShare) return;
     int kept = 0;
     for (int i = 0; i < count; ++i) {
       if (token_at(text, draft, int64_t{places[i]} + 1 + draft.count, itself) == best) places[kept++] = places[i];

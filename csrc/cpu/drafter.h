@@ -7,7 +7,7 @@
 //   text     .. a b c d .. x b c e .. b c d .. a b c |      the last tokens are [a b c]
 //   places   of the pair (b, c), the newest kPlaces; those with the longest match stay: [a b c] once
 //   drafts   the token that follows most of these places, repeated while the share of places that agree is at least
-//            kLeastShare; at most as many drafts as tokens match
+//            kMinShare; at most as many drafts as tokens match
 //
 // A slot has three texts to look in: its own prompt and answer, the recent answers of its owner, and what its client
 // predicted.  The text with the maximum sum of shares gives the drafts.
@@ -29,11 +29,11 @@
 
 namespace quire::cpu {
 
-constexpr int kDepth = 24;           // maximum tokens of a match, and so of a draft
-constexpr int kPlaces = 32;          // newest places of a pair that are read
-constexpr int kNewest = 8;           // capacity of Text::newest_
-constexpr float kLeastShare = 0.1f;  // estimated probability of a draft below which it ends
-constexpr int32_t kEnd = -1;         // separates the answers of an owner; not a token
+constexpr int kDepth = 24;         // maximum tokens of a match, and so of a draft
+constexpr int kPlaces = 32;        // newest places of a pair that are read
+constexpr int kNewest = 8;         // capacity of Text::newest_
+constexpr float kMinShare = 0.1f;  // estimated probability of a draft below which it ends
+constexpr int32_t kEnd = -1;       // separates the answers of an owner; not a token
 
 uint64_t pair_hash(int32_t first, int32_t second);
 

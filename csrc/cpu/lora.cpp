@@ -13,8 +13,8 @@
 namespace quire::cpu {
 namespace {
 
-constexpr int64_t kMostRows = 64;   // rows per task: their buffers stay in the L2 cache
-constexpr int64_t kLeastRows = 12;  // `product` computes 12 rows per read of A and B, so smaller tasks read more
+constexpr int64_t kMaxRows = 64;  // rows per task: their buffers stay in the L2 cache
+constexpr int64_t kMinRows = 12;  // `product` computes 12 rows per read of A and B, so smaller tasks read more
 
 template <class T>
 struct LoraTask {
@@ -26,7 +26,7 @@ template <class T>
 std::vector<LoraTask<T>> tasks_of(const LoraArgs<T>& args) {
   int64_t total = 0;
   for (int64_t g = 0; g < args.group_count; ++g) total += args.groups[g].count;
-  const int64_t rows = std::clamp<int64_t>(total / (4 * std::max(1, args.threads)), kLeastRows, kMostRows);
+  const int64_t rows = std::clamp<int64_t>(total / (4 * std::max(1, args.threads)), kMinRows, kMaxRows);
   std::vector<LoraTask<T>> tasks;
   for (int64_t g = 0; g < args.group_count; ++g) {
     const LoraGroup<T>& group = args.groups[g];

@@ -30,7 +30,7 @@ constexpr int kLooks = 32;  // polls of the word between two reads of the clock
 
 constexpr uint64_t kOpen = 1, kInside = 2, kWanted = uint64_t{1} << 16, kGeneration = uint64_t{1} << 32;
 constexpr uint64_t kInsideMask = kWanted - kInside, kWantedMask = kGeneration - kWanted;
-constexpr int kMostThreads = 1 << 15;
+constexpr int kMaxThreads = 1 << 15;
 
 void relax() {
 #if defined(__x86_64__)
@@ -56,7 +56,7 @@ class Pool {
  public:
   void run(void (*body)(void*), void* data, int threads) {
     if (busy_.exchange(true, std::memory_order_acquire)) return body(data);
-    const int helpers = std::min(threads, kMostThreads) - 1;
+    const int helpers = std::min(threads, kMaxThreads) - 1;
     grow(helpers);
     body_ = body;
     data_ = data;

@@ -16,16 +16,16 @@ struct RouteSizes {
 
 // logits [T, E]; chosen [T, k] i32; weights [T, k] f32.
 inline RouteSizes check_route(const at::Tensor& logits, const at::Tensor& chosen, const at::Tensor& weights,
-                              int64_t most_experts, const Place& place) {
-  constexpr int64_t kMostChosen = 32;
+                              int64_t max_experts, const Place& place) {
+  constexpr int64_t kMaxChosen = 32;
   RouteSizes sizes;
   expect_plain("logits", logits, {sizes.tokens, sizes.experts}, logits.scalar_type(), place);
   expect_plain("chosen", chosen, {sizes.tokens, sizes.top}, at::kInt, place);
   expect_plain("weights", weights, {sizes.tokens, sizes.top}, at::kFloat, place);
-  TORCH_CHECK_VALUE(sizes.experts <= most_experts, "logits: ", int64_t{sizes.experts}, " experts, the most are ",
-                    most_experts);
-  TORCH_CHECK_VALUE(sizes.top <= kMostChosen && sizes.top <= sizes.experts, "chosen: ", int64_t{sizes.top},
-                    " experts of a token, the most are ", kMostChosen, " and all");
+  TORCH_CHECK_VALUE(sizes.experts <= max_experts, "logits: ", int64_t{sizes.experts}, " experts, the most are ",
+                    max_experts);
+  TORCH_CHECK_VALUE(sizes.top <= kMaxChosen && sizes.top <= sizes.experts, "chosen: ", int64_t{sizes.top},
+                    " experts of a token, the most are ", kMaxChosen, " and all");
   return sizes;
 }
 

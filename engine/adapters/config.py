@@ -9,8 +9,8 @@ import msgspec
 
 from quire.engine.adapters.errors import AdapterError
 
-MOST_RANK = 128
-MOST_VALUES = 100_000  # maximum JSON values of a file, since decoding more would hold the GIL for too long
+MAX_RANK = 128
+MAX_VALUES = 100_000  # maximum JSON values of a file, since decoding more would hold the GIL for too long
 ALL_LINEAR = "all-linear"
 # Fields that change the adapter's computation -> harmless values, in addition to false ones.
 OTHER_METHODS: dict[str, tuple[object, ...]] = {
@@ -75,8 +75,8 @@ def parse_config(data: bytes | bytearray, where: str) -> AdapterConfig:
         raise AdapterError(f"{where}: {error}") from None
     ranks = {"r": config.r, **{f"rank_pattern: {key}": rank for key, rank in (config.rank_pattern or {}).items()}}
     for name, rank in ranks.items():
-        if not 1 <= rank <= MOST_RANK:
-            raise AdapterError(f"{where}: {name} is {rank}; ranks from 1 to {MOST_RANK} are served", MOST_RANK, rank)
+        if not 1 <= rank <= MAX_RANK:
+            raise AdapterError(f"{where}: {name} is {rank}; ranks from 1 to {MAX_RANK} are served", MAX_RANK, rank)
     for alpha in (config.lora_alpha, *(config.alpha_pattern or {}).values()):
         if not math.isfinite(alpha):
             raise AdapterError(f"{where}: alpha is {alpha}, not a finite number")
@@ -84,10 +84,10 @@ def parse_config(data: bytes | bytearray, where: str) -> AdapterConfig:
 
 
 def check_values(data: bytes | bytearray, where: str) -> None:
-    """Raise AdapterError if a JSON text may have more than MOST_VALUES values, by a count of separators."""
+    """Raise AdapterError if a JSON text may have more than MAX_VALUES values, by a count of separators."""
     count = sum(map(data.count, (b"[", b"{", b":", b",")))
-    if count > MOST_VALUES:
-        raise AdapterError(f"{where}: about {count} JSON values; at most {MOST_VALUES} are read", MOST_VALUES, count)
+    if count > MAX_VALUES:
+        raise AdapterError(f"{where}: about {count} JSON values; at most {MAX_VALUES} are read", MAX_VALUES, count)
 
 
 def refuse_other_methods(fields: dict[str, Any], where: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.engine.common.errors import OperatorError
 
-MOST_CHARS = 1_000  # maximum characters of a message, which may quote module names and patterns from files
+MAX_CHARS = 1_000  # maximum characters of a message, which may quote module names and patterns from files
 
 
 class AdapterError(OperatorError):
@@ -24,7 +24,7 @@ class AdapterMissing(AdapterError):
 
 def one_line(text: str) -> str:
     """Return an untrusted text as one line of bounded length, with unprintable characters escaped."""
-    line = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text[: 2 * MOST_CHARS])
-    if len(text) <= MOST_CHARS >= len(line):
+    line = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text[: 2 * MAX_CHARS])
+    if len(text) <= MAX_CHARS >= len(line):
         return line
-    return f"{line[: MOST_CHARS // 2]} ... {text[-MOST_CHARS // 4 :]!a}"
+    return f"{line[: MAX_CHARS // 2]} ... {text[-MAX_CHARS // 4 :]!a}"

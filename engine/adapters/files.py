@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from quire.engine.adapters.config import MOST_RANK, AdapterConfig, check_values, parse_config
+from quire.engine.adapters.config import MAX_RANK, AdapterConfig, check_values, parse_config
 from quire.engine.adapters.errors import AdapterError, AdapterMissing
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-MOST_CONFIG_BYTES = MOST_HEADER_BYTES = 4 << 20
-MOST_FILE_BYTES = 16 << 30  # maximum size of a weight file; rank 128 on all layers of a 405B model: 7 GB in bfloat16
+MAX_CONFIG_BYTES = MAX_HEADER_BYTES = 4 << 20
+MAX_FILE_BYTES = 16 << 30  # maximum size of a weight file; rank 128 on all layers of a 405B model: 7 GB in bfloat16
 DTYPES = {"F32": 4, "BF16": 2, "F16": 2}  # supported dtype -> bytes per element
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])(?:\.default)?\.weight")
 _READ = 1 << 20  # bytes per read
@@ -63,15 +63,15 @@ class AdapterFile(msgspec.Struct, frozen=True):
     pairs: dict[str, Pair]  # module path in the base model -> matrices
 
 
-def read_adapter(folder: Path, most_bytes: int, name: str = "", digest: str = "") -> AdapterFile:
-    """Read an adapter of at most `most_bytes`.
+def read_adapter(folder: Path, max_bytes: int, name: str = "", digest: str = "") -> AdapterFile:
+    """Read an adapter of at most `max_bytes`.
 
     `name`, `digest`: name and digest of the adapter that requests expect; "": accept any files.  Raises AdapterError,
     and AdapterMissing if the expected files are not there."""
-    config_data = _read(folder / CONFIG, MOST_CONFIG_BYTES)
+    config_data = _read(folder / CONFIG, MAX_CONFIG_BYTES)
     if not digest:
         _check_pickle(folder)
-    data = _read(folder / WEIGHTS, most_bytes)
+    data = _read(folder / WEIGHTS, max_bytes)
     state = blake2b(config_data, digest_size=16)
     state.update(data)
     if digest and state.hexdigest() != digest:
@@ -84,15 +84,15 @@ def digest_of(folder: Path) -> str:
     """Check the config and the header of an adapter's files, and return their digest without keeping them in memory.
 
     Raises AdapterError."""
-    config_data = _read(folder / CONFIG, MOST_CONFIG_BYTES)
+    config_data = _read(folder / CONFIG, MAX_CONFIG_BYTES)
     parse_config(bytes(config_data), str(folder / CONFIG))
     _check_pickle(folder)
     digest = blake2b(config_data, digest_size=16)
     path = folder / WEIGHTS
     with _open(path) as file:
         before = os.fstat(file.fileno())
-        _check_bytes(before.st_size, MOST_FILE_BYTES, path)
-        head = file.read(8 + MOST_HEADER_BYTES)
+        _check_bytes(before.st_size, MAX_FILE_BYTES, path)
+        head = file.read(8 + MAX_HEADER_BYTES)
         for name, tensor in header_of(head, before.st_size, str(path)).items():
             check_tensor(name, tensor, str(path))
         while head:
@@ -132,9 +132,9 @@ def header_of(head: bytes | memoryview, size: int, where: str) -> dict[str, Tens
     length = int.from_bytes(head[:8], "little")
     if len(head) < 8 or length > size - 8:
         raise AdapterError(f"{where}: truncated: {size} bytes")
-    if length > MOST_HEADER_BYTES:
+    if length > MAX_HEADER_BYTES:
         raise AdapterError(
-            f"{where}: its header has {length} bytes; at most {MOST_HEADER_BYTES} are read", MOST_HEADER_BYTES, length
+            f"{where}: its header has {length} bytes; at most {MAX_HEADER_BYTES} are read", MAX_HEADER_BYTES, length
         )
     check_values(header := bytes(head[8 : 8 + length]).rstrip(), where)
     try:
@@ -171,8 +171,8 @@ def check_tensor(name: str, tensor: Tensor, where: str) -> re.Match[str]:
         raise AdapterError(f"{where}: {name} has shape {shape}; LoRA of linear layers has matrices")
     if shape[0] * shape[1] * DTYPES[dtype] != last - first:
         raise AdapterError(f"{where}: damaged header: {name} of shape {shape} in {dtype} has {last - first} bytes")
-    if (rank := shape[0 if match["which"] == "A" else 1]) > MOST_RANK:
-        raise AdapterError(f"{where}: {name} has rank {rank}; at most {MOST_RANK} is served", MOST_RANK, rank)
+    if (rank := shape[0 if match["which"] == "A" else 1]) > MAX_RANK:
+        raise AdapterError(f"{where}: {name} has rank {rank}; at most {MAX_RANK} is served", MAX_RANK, rank)
     return match
 
 
@@ -191,13 +191,13 @@ def _open(path: Path) -> FileIO:
         raise AdapterMissing(f"{path}: {error.strerror or error}") from None
 
 
-def _read(path: Path, most_bytes: int) -> memoryview:
+def _read(path: Path, max_bytes: int) -> memoryview:
     """Return a file's bytes, in pages that the system zeroes while the file is read.
 
     A bytearray would be zeroed by this thread with the interpreter held: 45 ms for 84 MB, in which no step starts."""
     with _open(path) as file:
         before = os.fstat(file.fileno())
-        _check_bytes(before.st_size, most_bytes, path)
+        _check_bytes(before.st_size, max_bytes, path)
         data = memoryview(mmap.mmap(-1, max(1, before.st_size)))[: before.st_size]
         at = 0
         try:

@@ -18,7 +18,7 @@ from quire.engine.adapters.errors import AdapterError, AdapterMissing
 from quire.engine.adapters.files import CONFIG, WEIGHTS, digest_of
 from quire.engine.adapters.names import adapter_id, check_text, folder_of
 
-MOST_DIGESTS = 10_000  # maximum cached digests, 0.3 KB each; a cached error takes up to 4 KB
+MAX_DIGESTS = 10_000  # maximum cached digests, 0.3 KB each; a cached error takes up to 4 KB
 
 Identity = tuple[tuple[int, ...], ...]  # file metadata that changes when the files change
 
@@ -80,7 +80,7 @@ class AdapterFolder:
             digest = error
         with self._lock:
             self._digests[folder] = identity, digest
-            while len(self._digests) > MOST_DIGESTS:
+            while len(self._digests) > MAX_DIGESTS:
                 self._digests.popitem(last=False)
         return _digest_in(digest)
 

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 HALF_LIFE = 512  # uses of all adapters after which a use counts half
-MOST_SCORES = 16_384  # adapters whose scores are kept, evicted ones included: the one used longest ago is forgotten
+MAX_SCORES = 16_384  # adapters whose scores are kept, evicted ones included: the one used longest ago is forgotten
 
 
 class KeptAdapters:
@@ -45,7 +45,7 @@ class KeptAdapters:
         now = self._uses / HALF_LIFE
         score = self._scores.pop(adapter, None)
         self._scores[adapter] = now if score is None else now + math.log2(1 + 2 ** (score - now))
-        if len(self._scores) > MOST_SCORES:
+        if len(self._scores) > MAX_SCORES:
             self._scores.popitem(last=False)
 
     def add(self, adapter: str) -> None:

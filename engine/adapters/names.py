@@ -9,8 +9,8 @@ from pathlib import Path
 from quire.engine.adapters.errors import AdapterError
 from quire.engine.adapters.files import CONFIG, PICKLE, WEIGHTS
 
-MOST_CHARS = 128  # characters of a name
-MOST_PATH_CHARS = 4096
+MAX_CHARS = 128  # characters of a name
+MAX_PATH_CHARS = 4096
 NAME = re.compile(r"[A-Za-z0-9_][\w.:/-]*", re.ASCII)
 FOLDER = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)  # names that are allowed as folders in --lora-dir
 
@@ -27,9 +27,9 @@ def digest_part(adapter: str) -> str:
 
 def check_name(name: str) -> None:
     """Raise AdapterError unless clients can use the name as `model`."""
-    if len(name) > MOST_CHARS:
+    if len(name) > MAX_CHARS:
         raise AdapterError(
-            f"the name of an adapter has {len(name)} characters; at most {MOST_CHARS}", MOST_CHARS, len(name)
+            f"the name of an adapter has {len(name)} characters; at most {MAX_CHARS}", MAX_CHARS, len(name)
         )
     if not NAME.fullmatch(name):
         allowed = "letters, digits and . _ - : /"
@@ -63,7 +63,7 @@ def folder_of(name: str, directory: Path) -> Path | None:
     """Return the folder of the adapter `name` in `directory`; None: there is none.
 
     Raises AdapterError if links lead from the folder or its files out of the directory."""
-    if len(name) > MOST_CHARS or not FOLDER.fullmatch(name):
+    if len(name) > MAX_CHARS or not FOLDER.fullmatch(name):
         return None
     folder = directory / name
     if not (folder / CONFIG).is_file():
@@ -88,7 +88,7 @@ def path_within(path: str, directory: Path) -> Path | None:
     """Return the normalised path if it lies below `directory`; None: it does not.
 
     A relative path is relative to the directory.  Only the text is checked, not the file system."""
-    if not path or len(path) > MOST_PATH_CHARS or "\0" in path:
+    if not path or len(path) > MAX_PATH_CHARS or "\0" in path:
         return None
     folder = Path(os.path.normpath(directory / path))
     return folder if directory in folder.parents else None

@@ -15,7 +15,7 @@ from quire.engine.adapters.errors import AdapterError
 from quire.engine.common import child_python
 
 LIMIT_S = 20.0  # maximum seconds for all patterns of an adapter; patterns that PEFT writes take microseconds
-MOST_PATTERNS, MOST_CHARS = 10_000, 10_000  # patterns per adapter; characters per pattern
+MAX_PATTERNS, MAX_CHARS = 10_000, 10_000  # patterns per adapter; characters per pattern
 PLAIN = re.compile(r"[\w.]+")
 _CHILD = """
 import json, re, sys
@@ -36,10 +36,10 @@ def full_matches(patterns: Sequence[str], names: Sequence[str], where: str) -> d
     """Return pattern -> names that the regular expression matches completely.  Raises AdapterError."""
     if not patterns:
         return {}
-    if len(patterns) > MOST_PATTERNS or max(map(len, patterns)) > MOST_CHARS:
+    if len(patterns) > MAX_PATTERNS or max(map(len, patterns)) > MAX_CHARS:
         raise AdapterError(
             f"{where}: {len(patterns)} patterns of up to {max(map(len, patterns))} characters; at most "
-            f"{MOST_PATTERNS} of {MOST_CHARS} are served"
+            f"{MAX_PATTERNS} of {MAX_CHARS} are served"
         )
     command = child_python.command("-c", _CHILD)
     try:

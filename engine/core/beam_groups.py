@@ -271,7 +271,7 @@ class BeamGroups:
         least, most = LENGTH_PENALTIES
         if not least <= beams.length_penalty <= most:  # true for NaN
             return f"length_penalty is {beams.length_penalty}; it must be {least:g} to {most:g}"
-        blocks = beams.most_blocks(len(request.token_ids), limit, size)
+        blocks = beams.max_blocks(len(request.token_ids), limit, size)
         if blocks > self._pool.total:
             return (
                 f"{beams.width} beams of {limit} tokens, prompt included, take {blocks} blocks; "

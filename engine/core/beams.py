@@ -78,16 +78,16 @@ class BeamSearch:
     """One beam search.  Call `advance` with the candidates of the running beams until `done`; then read `answers`."""
 
     def __init__(
-        self, beams: Beams, stops: frozenset[int], most_tokens: int, *, min_tokens: int = 0, vocab_size: int = 0
+        self, beams: Beams, stops: frozenset[int], max_tokens: int, *, min_tokens: int = 0, vocab_size: int = 0
     ) -> None:
-        """`stops`: tokens that end a beam once it has `min_tokens`.  `most_tokens`: maximum output length of a beam.
+        """`stops`: tokens that end a beam once it has `min_tokens`.  `max_tokens`: maximum output length of a beam.
         `vocab_size`: upper bound of `row_size`; 0: unknown."""
         self.width = beams.width
         self.length = 0  # tokens of every running beam
         self.done = False
         self.running = [Beam(0.0, None)] + [Beam(NEVER, None)] * (beams.width - 1)  # best first
         self.answers: list[Answer] = []  # best first, `width` at most
-        self._stops, self._most_tokens, self._min_tokens = stops, most_tokens, min_tokens
+        self._stops, self._max_tokens, self._min_tokens = stops, max_tokens, min_tokens
         self._length_penalty = beams.length_penalty
         # One beam is greedy search, which transformers ends at the first EOS token.
         self._early_stopping = beams.early_stopping if beams.width > 1 else True
@@ -110,7 +110,7 @@ class BeamSearch:
             rows = [rows[0]] * self.width
         length = self.length + 1
         best = list(islice(self._candidates(rows), self._kept))
-        ends = [length >= self._most_tokens or token in self._stops for _, _, token, _ in best]
+        ends = [length >= self._max_tokens or token in self._stops for _, _, token, _ in best]
         divisor = self._divisor(length)
         for (score, parent, token, logprob), end in zip(best[: self.width], ends, strict=False):
             if end:
@@ -154,7 +154,7 @@ class BeamSearch:
         if self._early_stopping is True:
             return False
         longest = self._early_stopping == "never" and self._length_penalty > 0
-        divisor = self._divisor(self._most_tokens if longest else self.length)
+        divisor = self._divisor(self._max_tokens if longest else self.length)
         return _float32(self.running[0].score / divisor) > self.answers[-1].score
 
     def _divisor(self, length: int) -> float:

@@ -48,7 +48,7 @@ class Policy(Protocol):
 
         `drafts`: they begin with a guess of the token that the step in flight samples."""
 
-    def least_match(self, seqs: int) -> int:
+    def min_match(self, seqs: int) -> int:
         """Return the minimum match length, in tokens, for which drafts may pay in a step of `seqs` sequences."""
 
     def learn(self, seq: Sequence, draft: Draft, computed: int, accepted: int) -> None:
@@ -107,7 +107,7 @@ class Drafts:
         self.policy = policy
         self.drafter: Drafter | None = None  # None: speculative decoding is off
         self.run_ahead = False  # drafting is on, and the executor has a step in flight while the next step is planned
-        self.most_drafts = 0  # maximum drafts of a step; 0: limited only by the step's token budget
+        self.max_drafts = 0  # maximum drafts of a step; 0: limited only by the step's token budget
         self._followed: dict[int, Sequence] = {}  # sequences whose tokens the drafter has, by slot
         self._joining: dict[int, Sequence] = {}  # sequences whose first token is still being sampled, by slot
         self._found: list[Draft] = []
@@ -152,7 +152,7 @@ class Drafts:
         return [(seq, draft, count) for (seq, draft), count in zip(able, counts, strict=True) if count]
 
     def _bounded(self, most: int) -> int:
-        return min(most, self.most_drafts) if self.most_drafts else most
+        return min(most, self.max_drafts) if self.max_drafts else most
 
     def _able(self, step: int) -> list[tuple[Sequence, Draft]]:
         """Return the drafts of sequences that decode in `step` and have exactly one known token to compute.
@@ -231,7 +231,7 @@ class Drafts:
             slots, tokens = [slot for slot, _ in kept], [token for _, token in kept]
             for slot in apart:
                 self._catch_up(drafter, slot)
-        self._found = drafter.find(slots, tokens, self.policy.least_match(self._batch.decoding))
+        self._found = drafter.find(slots, tokens, self.policy.min_match(self._batch.decoding))
 
     def _catch_up(self, drafter: Drafter, slot: int) -> None:
         if (seq := self._joining.pop(slot, None)) is not None:

@@ -31,7 +31,7 @@ from quire.engine.core.plan import WindowGroup
 from quire.engine.core.sequence import Sequence as Seq
 from quire.engine.core.sequence import State, WindowTable
 from quire.engine.core.window_pool import WindowPool
-from quire.engine.core.window_reservations import WindowReservations, most_sequences
+from quire.engine.core.window_reservations import WindowReservations, max_sequences
 
 Copies = list[tuple[int, int]]  # (from block, to block), ids as in plans
 Edits = list[tuple[int, int, int]]  # (slot, table index, block)
@@ -149,7 +149,7 @@ class WindowGroups(LayerGroups):
             host_blocks += group.host_blocks
         self._batch, self._fingerprint, self._size = batch, fingerprint, size
         sizes = {"block_size": size, "max_model_len": max_model_len}
-        capacity = most_sequences(groups, step_tokens=step_tokens, full_blocks=pool.total, **sizes)
+        capacity = max_sequences(groups, step_tokens=step_tokens, full_blocks=pool.total, **sizes)
         self.reservations = WindowReservations([group.blocks_per_sequence(**sizes) for group in groups], capacity, size)
         self._growth: list[tuple[Seq, int, int]] = []  # (sequence, table index, block id)
         self._copies: list[tuple[Seq, int, int]] = []  # (sequence, from id, to id)

@@ -6,7 +6,7 @@ sequences that fit a group is fixed:
     blocks of a group = sequences * reserved_blocks + blocks_per_plan
 
 Reservations are counted in sequences.  If fewer sequences than slots fit, the engine uses fewer slots
-(`most_sequences`).  Paused sequences keep their reservation.  Beams keep all their window blocks, so a beam search may
+(`max_sequences`).  Paused sequences keep their reservation.  Beams keep all their window blocks, so a beam search may
 reserve more units than it has beams.
 """
 
@@ -19,7 +19,7 @@ from quire.engine.core.plan import WindowGroup
 from quire.engine.core.sequence import Sequence as Seq
 
 
-def most_sequences(
+def max_sequences(
     groups: Sequence[WindowGroup], *, block_size: int, step_tokens: int, max_model_len: int, full_blocks: int
 ) -> int:
     """Return how many sequences fit all window groups."""
@@ -71,7 +71,7 @@ class WindowReservations:
         request = seq.request
         if request.beams is None:
             return 1 + len(seq.siblings)
-        blocks = request.beams.most_blocks(len(request.token_ids), seq.limit, self._size)
+        blocks = request.beams.max_blocks(len(request.token_ids), seq.limit, self._size)
         return self._units_for(request.beams.width, blocks)
 
     def _units_for(self, width: int, blocks: int) -> int:

@@ -61,8 +61,8 @@ class Batch:
         device = caches[0][0].device
         self._caches, self._staging, self._adapters = caches, staging, adapters
         self._block_size = block_size
-        self._most_tokens = max(step_tokens, max_seqs)
-        self._plans = AttentionPlans(max_seqs=max_seqs, max_tokens=self._most_tokens, device=device)
+        self._max_tokens = max(step_tokens, max_seqs)
+        self._plans = AttentionPlans(max_seqs=max_seqs, max_tokens=self._max_tokens, device=device)
         self.tables = torch.zeros(max_seqs, -(-max_model_len // block_size), dtype=torch.int32, device=device)
         self.position = torch.zeros(max_seqs, dtype=torch.int64, device=device)
         self.token = torch.zeros(max_seqs, dtype=torch.int64, device=device)
@@ -258,8 +258,8 @@ class Batch:
         return Mixed(shape, there, joined, targets, candidates, draft_rows, keeps, tuple(windows))
 
     def _check_size(self, tokens: int, sequences: int) -> None:
-        if tokens > self._most_tokens or sequences > len(self.slots):
-            limits = f"the buffers hold {self._most_tokens} in {len(self.slots)}"
+        if tokens > self._max_tokens or sequences > len(self.slots):
+            limits = f"the buffers hold {self._max_tokens} in {len(self.slots)}"
             raise ValueError(f"a step of {tokens} tokens in {sequences} sequences, {limits}")
 
     def _stage_page(self, memory: Array, shape: Shape) -> Page:

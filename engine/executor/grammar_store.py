@@ -1,6 +1,6 @@
 """Compiled grammars: held by requests, or kept for later requests; and their compilation.
 
-    hold ─> waits ──a thread compiles──> compiled ──last release──> kept ── beyond `most_bytes` ─> evicted, oldest first
+    hold ─> waits ──a thread compiles──> compiled ──last release──> kept ── beyond `max_bytes` ─> evicted, oldest first
               └─ last release: dropped      ^───────── hold ────────'
 
 A held grammar is never evicted, so a step finds it at once: `copy` never waits.  Tenants take turns (fair_list.py).
@@ -37,7 +37,7 @@ LEXER_BYTES = 24 << 20  # maximum bytes of a lexer: 20,000 states (grammars.LIMI
 MEASURED = 16  # evictions per measurement, which takes up to 1 ms: malloc counts its free chunks
 PRIOR_BYTES = 4 << 20  # measured bytes that weigh as much as the constants above
 SCALES = (0.25, 16.0)  # bounds of the ratio
-CORES_PER_THREAD, MOST_THREADS = 4, 4  # compile threads: few, since steps need the cores
+CORES_PER_THREAD, MAX_THREADS = 4, 4  # compile threads: few, since steps need the cores
 
 
 class Compiled(Protocol):
@@ -149,14 +149,14 @@ class GrammarStore:
         self,
         compile_one: Callable[[str], Compiled],
         *,
-        most_bytes: int,
+        max_bytes: int,
         threads: int | None = None,
         heap_bytes: Callable[[], int] | None = None,
     ) -> None:
-        """`compile_one` raises GrammarError.  `most_bytes`: limit of kept grammars.  `threads`: None: by the number of
+        """`compile_one` raises GrammarError.  `max_bytes`: limit of kept grammars.  `threads`: None: by the number of
         cores; 0: only `work` compiles.  `heap_bytes`: returns the bytes that malloc has handed out; None: by the C
         library."""
-        self._compile, self._most_bytes = compile_one, most_bytes
+        self._compile, self._max_bytes = compile_one, max_bytes
         self._threads = compile_threads() if threads is None else threads
         self._heap_bytes = heap_bytes or malloc_bytes()
         self._lock = threading.Lock()
@@ -350,7 +350,7 @@ class GrammarStore:
         self._kept_bytes -= self._kept.pop(grammar.text, 0)
         self._kept[grammar.text] = size = grammar.bytes()
         self._kept_bytes += size
-        while self._kept and self._kept_bytes * self._scale > self._most_bytes:
+        while self._kept and self._kept_bytes * self._scale > self._max_bytes:
             text, size = self._kept.popitem(last=False)
             self._kept_bytes -= size
             self._evicted.append(self._grammars.pop(text))
@@ -378,7 +378,7 @@ class GrammarStore:
 
 def compile_threads() -> int:
     """Return how many threads may compile while steps run: one per CORES_PER_THREAD usable cores."""
-    return max(1, min(MOST_THREADS, host_resources.usable_cpus() // CORES_PER_THREAD))
+    return max(1, min(MAX_THREADS, host_resources.usable_cpus() // CORES_PER_THREAD))
 
 
 class _MallInfo(ctypes.Structure):

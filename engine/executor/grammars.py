@@ -77,7 +77,7 @@ KEPT_BYTES = 256 << 20  # compiled grammars that no request holds: the default o
 # llguidance is asked for forced tokens again after each of them, so that they are the tokens that its masks would
 # allow. Each answer has all remaining forced tokens and takes 2 us per token.  This bounds the tokens of all answers of
 # a step: up to 63 forced tokens are found in one step, more of them in several.
-MOST_FOUND = 2048
+MAX_FOUND = 2048
 
 
 def may_jump(sampling: Sampling) -> bool:
@@ -142,7 +142,7 @@ class _Row:
             return
         self.catch_up()
         found = 0
-        while found < MOST_FOUND and (forced := self._forced_next(matcher)):
+        while found < MAX_FOUND and (forced := self._forced_next(matcher)):
             matcher.consume_token(forced[0])
             self.taken.append(forced[0])
             self.ahead += 1
@@ -198,7 +198,7 @@ class Grammars:
         self.mask = mask
         self._vocab_size, self._eos_ids = vocab_size, eos_ids
         self._rows: dict[int, _Row] = {}
-        self.store = GrammarStore(self._compile, most_bytes=kept_bytes)
+        self.store = GrammarStore(self._compile, max_bytes=kept_bytes)
         self._filler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
         self._filling: Future[None] | None = None
         self._executor = llguidance.LLExecutor(max(1, host_resources.usable_cpus() - 1))

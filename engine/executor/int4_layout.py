@@ -16,7 +16,7 @@ ROWS, INPUTS = 16, 128  # rows and inputs per packed block; a weight's sizes are
 GROUPS = (128, 64, 32)  # inputs that share a scale; larger groups repeat their scales
 NO_ZERO = 8  # zero point of symmetric weights
 LARGEST_EXPONENT = 15  # the scales of a row are below 2 to this power
-LEAST_EXPONENT = -100  # minimum exponent of a row's maximum scale: below it, the row scale would be subnormal
+MIN_EXPONENT = -100  # minimum exponent of a row's maximum scale: below it, the row scale would be subnormal
 CHUNK = 1 << 24  # weights packed at a time
 
 
@@ -40,7 +40,7 @@ def pack(numbers: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, T
     zeros = torch.full_like(scale, NO_ZERO, dtype=torch.uint8)
     if zero is not None:
         zeros = zero.repeat_interleave(group // together, 1)
-    exponent = torch.frexp(scale.abs().amax(1)).exponent.clamp(min=LEAST_EXPONENT) - LARGEST_EXPONENT
+    exponent = torch.frexp(scale.abs().amax(1)).exponent.clamp(min=MIN_EXPONENT) - LARGEST_EXPONENT
     row_scale = (exponent + 127 << 23).view(torch.float32)  # ldexp need not be exact on a GPU
     half = (scale / row_scale[:, None]).to(torch.float16)
     step = max(1, CHUNK // inner // ROWS) * ROWS

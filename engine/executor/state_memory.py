@@ -16,7 +16,7 @@ from quire.engine.executor.errors import NotEnoughMemory
 from quire.engine.executor.host_memory import CPU_DEFAULT_GIB
 
 GIB, MIB = 1 << 30, 1 << 20
-MOST_CHECKPOINTS = 1024  # finding the checkpoint to evict takes O(checkpoints)
+MAX_CHECKPOINTS = 1024  # finding the checkpoint to evict takes O(checkpoints)
 
 
 class StateMemory(NamedTuple):
@@ -45,5 +45,5 @@ def divide_states(config: EngineConfig, *, state_bytes: int, max_seqs: int, memo
             + (f", or lower max_seqs from {needed}" if config.max_seqs else "")
         )
     slots = config.max_seqs or max(1, min(max_seqs, budget // 2 // state_bytes))
-    checkpoints = min(MOST_CHECKPOINTS, budget // state_bytes - slots)
+    checkpoints = min(MAX_CHECKPOINTS, budget // state_bytes - slots)
     return StateMemory(slots, checkpoints, (slots + checkpoints) * state_bytes)

@@ -65,8 +65,8 @@ log = logging.getLogger(__name__)
 
 # Error text for clients.
 FAILED = "the model's logits for this token are not finite"
-MOST_LOGPROBS = 20  # most probable tokens of each position in the memory plan; more take a few bytes each
-MOST_DRAFTS = 448  # maximum drafts of a step on a GPU: 64 sequences with 7 each
+MAX_LOGPROBS = 20  # most probable tokens of each position in the memory plan; more take a few bytes each
+MAX_DRAFTS = 448  # maximum drafts of a step on a GPU: 64 sequences with 7 each
 GPU_DEPTH = 2  # steps in flight: the device computes one while the host reads the previous result and launches the next
 
 
@@ -248,7 +248,7 @@ class Worker:
         plan = MemoryPlan(config, model.directory, sizes)
         activations = plan.recall() if config.standby else 0
         if not activations:
-            top = min(MOST_LOGPROBS, model.vocab_size)
+            top = min(MAX_LOGPROBS, model.vocab_size)
             sizes_ = self.max_seqs, self._step_tokens, top, self.draft_tokens
             activations = self._new_launches(batch).peak_bytes(*sizes_)
             plan.remember(activations)
@@ -277,7 +277,7 @@ class Worker:
     @property
     def draft_tokens(self) -> int:
         """Maximum drafts of a step on a GPU, where the memory plan counts their logits; 0: no limit, or no drafts."""
-        return MOST_DRAFTS if self._gpu and self._config.drafts == "on" else 0
+        return MAX_DRAFTS if self._gpu and self._config.drafts == "on" else 0
 
     @property
     def adapters(self) -> AdapterStore | None:

@@ -3,7 +3,7 @@ and on demand.
 
 A full check visits every block and every block table, which takes 0.1 s for the KV cache of a large GPU.  So a turn
 runs one part of it (core/accounting.py), and no token waits longer than for a part.  A busy engine begins a check every
-BUSY_EVERY_S seconds, or less often if checks would take more than MOST_SHARE of the time.  An accounting error is
+BUSY_EVERY_S seconds, or less often if checks would take more than MAX_SHARE of the time.  An accounting error is
 always a bug: a leak reduces the capacity until a restart, and a double free lets two sequences write into one block,
 which would mix two clients' answers.
 """
@@ -25,7 +25,7 @@ log = logging.getLogger("quire.engine")
 
 ALARM_S = 10.0  # minimum seconds between two log lines about accounting errors, since later checks find the same error
 BUSY_EVERY_S = 10.0  # minimum seconds between two checks of a busy engine
-MOST_SHARE = 0.005  # maximum fraction of the time that checks of a busy engine take
+MAX_SHARE = 0.005  # maximum fraction of the time that checks of a busy engine take
 PATIENCE_S = 10.0  # seconds that request_check() waits for the loop, which may be in a long step
 
 
@@ -81,7 +81,7 @@ class AccountingChecks:
             self._alarm(error)
         now = self._clock()
         self._spent_s += now - began
-        self._due_at = now + max(BUSY_EVERY_S, self._spent_s / MOST_SHARE)
+        self._due_at = now + max(BUSY_EVERY_S, self._spent_s / MAX_SHARE)
         if not self._under_way:
             self._spent_s = 0.0
             for request in self._answers:

@@ -16,8 +16,8 @@ from quire.engine.adapters.counts import AdapterCounts
 from quire.engine.core.limits import Outputs
 from quire.engine.observers.turn_record import TurnRecord
 
-MOST_NAMES = 32  # maximum adapters with their own series
-MOST_COUNTED = 1024  # maximum adapters without a series whose requests are counted
+MAX_NAMES = 32  # maximum adapters with their own series
+MAX_COUNTED = 1024  # maximum adapters without a series whose requests are counted
 OTHER = "(other)"  # no adapter has a name with parentheses
 
 
@@ -41,7 +41,7 @@ class AdapterUse:
         """Return the series of an adapter name.  `new`: a request of this adapter has ended."""
         if name in self.requests:
             return name
-        if len(self.requests) <= MOST_NAMES:
+        if len(self.requests) <= MAX_NAMES:
             return self._begin(name)
         self._unnamed[name] += new
         least = min((one for one in self.requests if one != OTHER), key=self.requests.__getitem__)
@@ -49,8 +49,8 @@ class AdapterUse:
             self.requests.pop(least)
             self.tokens.pop(least)
             return self._begin(name)
-        if len(self._unnamed) > MOST_COUNTED:
-            self._unnamed = Counter(dict(self._unnamed.most_common(MOST_COUNTED // 2)))
+        if len(self._unnamed) > MAX_COUNTED:
+            self._unnamed = Counter(dict(self._unnamed.most_common(MAX_COUNTED // 2)))
         return OTHER
 
     def _begin(self, name: str) -> str:

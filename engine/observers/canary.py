@@ -39,7 +39,7 @@ from quire.engine.wire.messages import FOREVER_MS, PRIORITIES, Delta, Generate, 
 log = logging.getLogger("quire.engine")
 
 QUIET_S = 1.0  # seconds that the engine must have been idle, so that no run falls between two requests of a client
-MOST_SHARE = 0.005  # maximum fraction of the time for the canary; runs of a slow model are further apart
+MAX_SHARE = 0.005  # maximum fraction of the time for the canary; runs of a slow model are further apart
 TOP_TOKENS = 8  # number of top-k tokens whose log-probabilities are compared after each step
 TAIL = 3  # number of tokens of the first step that are in the second block
 SLOT = 0  # slot of the canary in the batch; an idle engine uses no slot
@@ -136,7 +136,7 @@ class Canary:
             else:
                 counts.equal += 1
         counts.seconds += seconds
-        self._due_at = self._busy_due_at = began + max(self.every_s, seconds / MOST_SHARE)
+        self._due_at = self._busy_due_at = began + max(self.every_s, seconds / MAX_SHARE)
         if why:
             log.error("canary: %s; answers may be wrong: drain this engine and check its device's memory", why)
 

@@ -4,7 +4,7 @@
     bus thread      Redis <--PoolState-- PoolPublisher.run <--describe: one byte per cell--------+
 
 The bus thread reads in each sync whether a gateway watches.  If none does, a turn only tests a flag.  Otherwise a
-snapshot is taken at most every PERIOD_S, and may take at most MOST_SHARE of the loop's time.  A snapshot copies all
+snapshot is taken at most every PERIOD_S, and may take at most MAX_SHARE of the loop's time.  A snapshot copies all
 reference counts, and reads only the new entries of each block table: 0.03 ms for 512 blocks and 8 sequences, 0.5 to
 0.9 ms for 100,000 blocks and 256 sequences.
 """
@@ -31,13 +31,13 @@ from quire.engine.wire.pool_state_store import PoolStateStore
 log = logging.getLogger("quire.engine")
 
 PERIOD_S = 0.2  # minimum seconds between two snapshots
-MOST_SHARE = 0.005  # maximum fraction of the loop's time for snapshots
+MAX_SHARE = 0.005  # maximum fraction of the loop's time for snapshots
 REPEAT_S = 1.0  # the last state is written again after this many seconds, because it expires in Redis
-MOST_CELLS = 16_384  # maximum cells of a state; in a larger pool a cell represents several blocks
-MOST_REFS = 254  # maximum reference count of a cell
-MOST_SEQUENCES = 256  # maximum sequences with block tables in a state
-MOST_RUNS = 4_096  # maximum runs of consecutive blocks in one state, over all sequences
-MOST_NEW_BLOCKS = 4_096  # maximum block-table entries read per snapshot, under 1 ms; the next snapshots read the rest
+MAX_CELLS = 16_384  # maximum cells of a state; in a larger pool a cell represents several blocks
+MAX_REFS = 254  # maximum reference count of a cell
+MAX_SEQUENCES = 256  # maximum sequences with block tables in a state
+MAX_RUNS = 4_096  # maximum runs of consecutive blocks in one state, over all sequences
+MAX_NEW_BLOCKS = 4_096  # maximum block-table entries read per snapshot, under 1 ms; the next snapshots read the rest
 
 
 class PoolSnapshot(NamedTuple):
@@ -53,8 +53,8 @@ class PoolSnapshot(NamedTuple):
     def describe(self, engine: str) -> PoolState:
         """Return the PoolState to publish under an engine's name."""
         total = len(self.refs)
-        per_cell = -(-total // MOST_CELLS)
-        values = np.minimum(self.refs, MOST_REFS).astype(np.uint8)
+        per_cell = -(-total // MAX_CELLS)
+        values = np.minimum(self.refs, MAX_REFS).astype(np.uint8)
         values += values > 0
         np.maximum(values, self.sealed, out=values)
         if per_cell > 1:
@@ -133,12 +133,12 @@ class TableReader:
         """Return (block tables of sequences within the bounds, number of sequences left out)."""
         known, self._known = self._known, {}
         found: list[SequenceBlocks] = []
-        left_out, blocks, runs = 0, MOST_NEW_BLOCKS, MOST_RUNS
+        left_out, blocks, runs = 0, MAX_NEW_BLOCKS, MAX_RUNS
         for seq in live:
             table = seq.table
             if not table:
                 continue
-            if len(self._known) == MOST_SEQUENCES:
+            if len(self._known) == MAX_SEQUENCES:
                 left_out += 1
                 continue
             one = known.get(seq)
@@ -215,7 +215,7 @@ class PoolObserver:
         if now >= self._due:
             began = self._clock()
             self._publisher.offer(self.snapshot())
-            self._due = now + max(PERIOD_S, (self._clock() - began) / MOST_SHARE)
+            self._due = now + max(PERIOD_S, (self._clock() - began) / MAX_SHARE)
 
     def snapshot(self) -> PoolSnapshot:
         """Copy the current state.  Call it between two plans, on the loop's thread."""

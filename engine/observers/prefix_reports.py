@@ -17,7 +17,7 @@ from quire.engine.core.blocks import BlockPool
 from quire.engine.core.limits import Event, Outputs
 from quire.engine.executor.grammar_store import HeldAdapters
 from quire.engine.observers.turn_record import TurnRecord
-from quire.engine.wire.prefixes import LENGTHS, MOST_HELD, adapter_digest, split
+from quire.engine.wire.prefixes import LENGTHS, MAX_HELD, adapter_digest, split
 
 
 class PrefixSink(Protocol):
@@ -28,7 +28,7 @@ class PrefixSink(Protocol):
 
 
 class HeldPrefixes:
-    """Observer that keeps track of which prefix digests are cached, at most MOST_HELD.
+    """Observer that keeps track of which prefix digests are cached, at most MAX_HELD.
 
     Beyond this number the least recently used digests are dropped, and the longest prefixes of a prompt first.  A turn
     takes O(ended requests + evicted blocks)."""
@@ -54,7 +54,7 @@ class HeldPrefixes:
             # Another block may have been sealed with this digest since.
             if digest in self._digests and not self._pool.lookup([digest]):
                 _move(self._digests.pop(digest), lost, gained)
-        while len(self._digests) > MOST_HELD:
+        while len(self._digests) > MAX_HELD:
             _move(self._digests.popitem(last=False)[1], lost, gained)
         if gained or lost:
             self._sink.put_prefixes(list(gained), list(lost))

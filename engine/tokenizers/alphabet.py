@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MOST_TOKENS = 2**19  # token ids must be below this; the largest published vocabularies have about half as many tokens
+MAX_TOKENS = 2**19  # token ids must be below this; the largest published vocabularies have about half as many tokens
 
 
 def byte_level_alphabet() -> dict[str, int]:
@@ -13,9 +13,9 @@ def byte_level_alphabet() -> dict[str, int]:
 
 
 def token_number(written: str) -> int | None:
-    """Return the token id that a file writes as decimal digits; None if it is not below MOST_TOKENS."""
+    """Return the token id that a file writes as decimal digits; None if it is not below MAX_TOKENS."""
     digits = written.lstrip("0")
-    if len(digits) > len(str(MOST_TOKENS)):  # int() raises for thousands of digits
+    if len(digits) > len(str(MAX_TOKENS)):  # int() raises for thousands of digits
         return None
     number = int(digits or "0")
-    return number if number < MOST_TOKENS else None
+    return number if number < MAX_TOKENS else None

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from quire.engine.tokenizers.alphabet import MOST_TOKENS, byte_level_alphabet, token_number
+from quire.engine.tokenizers.alphabet import MAX_TOKENS, byte_level_alphabet, token_number
 
 BLANK = "\u2581"  # SentencePiece's replacement for a space in its pieces
 # Tokenizer classes whose token ids equal the indices of the pieces in the file; other classes move the ids.
@@ -295,7 +295,7 @@ def declared_tokens(described: dict[str, Any]) -> dict[int, dict[str, Any]]:
             raise Unconverted(f"{place} names a token {at!r}; its name must be a number")
         if token_number(at) is None:
             shown = at if len(at) <= 20 else f"{at[:20]}..."
-            raise Unconverted(f"{place} names the token {shown}; numbers of tokens must be below {MOST_TOKENS:,}")
+            raise Unconverted(f"{place} names the token {shown}; numbers of tokens must be below {MAX_TOKENS:,}")
         if not isinstance(token, dict) or not isinstance(token.get("content"), str):
             raise Unconverted(f"{place} has a token {at} without content")
     return {int(at): token for at, token in declared.items()}

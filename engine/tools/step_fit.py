@@ -24,9 +24,9 @@ import msgspec
 from quire.engine.observers.request_log import RequestLine
 from quire.engine.tools.step_time import StepTime
 
-LEAST_STEPS = 8  # shorter answers say more of rounding than of steps
+MIN_STEPS = 8  # shorter answers say more of rounding than of steps
 ROUNDING_S = 1e-5  # more than the sums of rounded times in a log differ
-LEAST_LINES = 8  # fewer answers that ran through do not determine the scale
+MIN_LINES = 8  # fewer answers that ran through do not determine the scale
 
 
 class Integral:
@@ -53,8 +53,8 @@ def fit(lines: Sequence[RequestLine]) -> StepTime | None:
     """Return the step times that explain a request log; None: it has too few answers that ran through."""
     ran = [line for line in lines if line.queue_s is not None and line.ttft_s is not None and line.output_len]
     # Pauses and preemptions are not steps.
-    kept = [line for line in ran if line.output_len > LEAST_STEPS and not line.preemptions and not line.pauses]
-    if len(kept) < LEAST_LINES or (shape := measured_by_engine(ran)) is None:
+    kept = [line for line in ran if line.output_len > MIN_STEPS and not line.preemptions and not line.pauses]
+    if len(kept) < MIN_LINES or (shape := measured_by_engine(ran)) is None:
         return None
     rows = Integral(_rows(line) for line in ran)
     prompts = Integral(_prompt(line) for line in ran)

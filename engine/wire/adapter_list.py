@@ -14,11 +14,11 @@ from quire.engine.common.errors import OperatorError
 from quire.engine.wire.quotas import RunScript
 from quire.engine.wire.scripts import ADAPTER_DROP, ADAPTER_GET, ADAPTER_PUT
 
-MOST_NAMES = 10_000
+MAX_NAMES = 10_000
 
 
 class TooManyAdapters(OperatorError):
-    """MOST_NAMES names are in use."""
+    """MAX_NAMES names are in use."""
 
 
 class AdapterList:
@@ -31,8 +31,8 @@ class AdapterList:
         """Store a name with its adapter.  Returns False if the name has another adapter already.
 
         `replace`: replace any other adapter.  `expected`: replace this one.  Raises TooManyAdapters for a new name
-        beyond MOST_NAMES."""
-        stored = int(await self._run(ADAPTER_PUT, name, value, int(replace), MOST_NAMES, expected or b""))
+        beyond MAX_NAMES."""
+        stored = int(await self._run(ADAPTER_PUT, name, value, int(replace), MAX_NAMES, expected or b""))
         if stored < 0:
             raise TooManyAdapters
         return bool(stored)

@@ -20,13 +20,13 @@ from quire.engine.wire.scripts import REQUESTS_WAIT
 
 TTL_MS = 600_000  # lifetime of the stored prefixes after the last write
 MOST = 128  # maximum stored prefixes
-MOST_BYTES = 1 << 20  # maximum bytes of stored tokens and salts: 262,144 tokens
+MAX_BYTES = 1 << 20  # maximum bytes of stored tokens and salts: 262,144 tokens
 
 
 def bounded(prefixes: Sequence[HotPrefix]) -> list[HotPrefix]:
-    """Return as many of the first prefixes as fit MOST and MOST_BYTES."""
+    """Return as many of the first prefixes as fit MOST and MAX_BYTES."""
     sizes = accumulate(len(prefix.tokens) + len(prefix.cache_salt.encode()) for prefix in prefixes)
-    return [prefix for prefix, size in zip(prefixes[:MOST], sizes, strict=False) if size <= MOST_BYTES]
+    return [prefix for prefix, size in zip(prefixes[:MOST], sizes, strict=False) if size <= MAX_BYTES]
 
 
 class HotPrefixStore:

@@ -47,7 +47,7 @@ TRIES = 128
 PATIENCE_PERCENT = 75  # % of the time left until its TTFT target after which a passed-over on-time request goes first
 # A request may be passed over for at most this many load times of its LoRA adapter.
 LOADS_PASSED = 1
-MOST_LOADS = 2  # while this many adapter loads wait in an engine, it claims no request that needs another load
+MAX_LOADS = 2  # while this many adapter loads wait in an engine, it claims no request that needs another load
 # How long an engine leaves a LoRA adapter's requests to others after it did not find the adapter's files.  If no engine
 # finds them for this long, the request ends with an error.
 LACKING_MS = 5_000

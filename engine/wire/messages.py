@@ -74,7 +74,7 @@ class Beams(msgspec.Struct, frozen=True, omit_defaults=True):
     # when no running beam could beat them at any length.
     early_stopping: bool | Literal["never"] = False
 
-    def most_blocks(self, prompt: int, longest: int, block_size: int) -> int:
+    def max_blocks(self, prompt: int, longest: int, block_size: int) -> int:
         """Return the maximum number of blocks that a search holds.
 
         `prompt`: tokens of the prompt, whose full blocks all beams share.  `longest`: maximum tokens of a beam, prompt

@@ -18,8 +18,8 @@ import msgspec
 
 from quire.engine.wire.layout import DIGEST_BYTES, PREFIX_BLOCK, PREFIX_COUNT, PREFIX_DENSE, PREFIX_STEPS
 
-MOST_HELD = 8192  # maximum published digests of ended requests per engine: about 0.6 MB in Redis
-MOST_PUBLISHED = 2**17  # maximum published digests, open requests included; beyond it only reported ones are kept
+MAX_HELD = 8192  # maximum published digests of ended requests per engine: about 0.6 MB in Redis
+MAX_PUBLISHED = 2**17  # maximum published digests, open requests included; beyond it only reported ones are kept
 
 
 def _lengths() -> list[int]:
@@ -95,7 +95,7 @@ class PublishedPrefixes:
     def update(self, report: PrefixReport | None) -> tuple[str, bytes, bytes]:
         """Apply a report.  Returns arguments of the sync script: `publishes`, digests to add, digests to remove."""
         self._publishes = report is not None
-        if len(self._held) > MOST_PUBLISHED:
+        if len(self._held) > MAX_PUBLISHED:
             self._held = set(self._reported)
             self._afresh = True
         if report is None:

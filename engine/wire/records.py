@@ -45,8 +45,8 @@ class QueueBounds(msgspec.Struct, frozen=True):
     on_time_excess: int = ANY_TOKENS  # prompt tokens
     late_excess: int = ANY_TOKENS  # prompt tokens
     target_ms: int = 3_600_000  # ms in the on-time lane after which a request moves to the late lane
-    most_requests: int = 2**53  # maximum waiting requests, one per prompt
-    most_bytes: int = 2**53  # maximum payload bytes of waiting requests
+    max_requests: int = 2**53  # maximum waiting requests, one per prompt
+    max_bytes: int = 2**53  # maximum payload bytes of waiting requests
     size_class: int = 0  # 0 to SIZE_CLASSES - 1: smaller requests go first in a tenant's on-time lane
     # Tokens that each prompt counts for in addition to its own: the blocks that its further beams take at once.
     extra_tokens: int = 0

@@ -55,17 +55,17 @@ class ResponseStore:
         *,
         ended: bool,
         ttl_ms: int,
-        most_bytes: int,
+        max_bytes: int,
         given: bytes | None = None,
         previous: str = "",
         lease_ms: int = 0,
     ) -> int:
         """Store a new response, or the next state of a response that has not ended.
 
-        `given`: input of a new response; None: next state.  `most_bytes`: maximum of all responses of the holder.
+        `given`: input of a new response; None: next state.  `max_bytes`: maximum of all responses of the holder.
         Returns the number of older responses evicted; -1: too large; -2: no unfinished response has this id."""
         new = int(given is not None)
-        state = (holder, response_id, new, previous, given or b"", body, int(ended), ttl_ms, most_bytes, lease_ms)
+        state = (holder, response_id, new, previous, given or b"", body, int(ended), ttl_ms, max_bytes, lease_ms)
         return int(await self._run(RESPONSE_PUT, *state))
 
     async def get(self, holder: str, response_id: str) -> StoredResponse | None:
@@ -73,11 +73,11 @@ class ResponseStore:
         found, _ = await self._run(RESPONSE_GET, holder, response_id, 0, 0, 0)
         return _read(found[0]) if found else None
 
-    async def chain(self, holder: str, response_id: str, *, most_bytes: int, ttl_ms: int) -> Chain:
+    async def chain(self, holder: str, response_id: str, *, max_bytes: int, ttl_ms: int) -> Chain:
         """Return a response and the earlier responses that it continues, and extend their lifetime to `ttl_ms`.
 
-        The chain is cut at a missing response, or when more than `most_bytes` were read."""
-        found, missing = await self._run(RESPONSE_GET, holder, response_id, 1, most_bytes, ttl_ms)
+        The chain is cut at a missing response, or when more than `max_bytes` were read."""
+        found, missing = await self._run(RESPONSE_GET, holder, response_id, 1, max_bytes, ttl_ms)
         return Chain([_read(one) for one in found], missing.decode())
 
     async def drop(self, holder: str, response_id: str) -> bool:

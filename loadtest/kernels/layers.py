@@ -303,7 +303,7 @@ def experts_with(
     weights = [make() for _ in range(sets)]
     for tokens in EXPERT_TOKENS[::4] if quick else EXPERT_TOKENS:
         taken = ops.takes_all_pairs(mixture.hidden, mixture.inner, torch.device("cuda"))
-        if not taken and tokens * mixture.chosen > ops.MOST_PAIRS:
+        if not taken and tokens * mixture.chosen > ops.MAX_PAIRS:
             continue
         for kind in ("balanced", "zipf", "same"):
             routings = [routing(kind, mixture, tokens) for _ in range(5 * sets if tokens <= MANY_TOKENS else sets)]

@@ -35,9 +35,9 @@ RANKS, WIDTH, EPS = 2, 4096, 1e-5
 ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048)
 CALLS, REPLAYS = 40, 15
 LIMIT_S = 120
-MOST_ROWS_OF_TORCH = 512  # 4 MiB: torch's kernels are for small tensors
+MAX_ROWS_OF_TORCH = 512  # 4 MiB: torch's kernels are for small tensors
 # 1 MiB: up to here "then norm" is torch's one-shot sum and a norm, beyond it NCCL and a norm.
-MOST_ROWS_OF_ONE_SHOT = 128
+MAX_ROWS_OF_ONE_SHOT = 128
 
 
 def rows() -> Iterator[dict[str, Any]]:
@@ -109,7 +109,7 @@ def measure(ranks: Ranks) -> Iterator[dict[str, Any]]:
     assert sums is not None, "these GPUs do not use our kernel; why is in the log"
     device, dtype = torch.device("cuda", ranks.rank), torch.bfloat16
     # torch's kernels require their input in symmetric memory, which ours uses, too.
-    shared = c10d._SymmetricMemory.empty_strided_p2p([MOST_ROWS_OF_TORCH * WIDTH], [1], dtype, device, sums.name)
+    shared = c10d._SymmetricMemory.empty_strided_p2p([MAX_ROWS_OF_TORCH * WIDTH], [1], dtype, device, sums.name)
     memory = c10d._SymmetricMemory.rendezvous(shared, sums.name)
     shared.zero_()
     norm = torch.ones(WIDTH, dtype=dtype, device=device)
@@ -117,7 +117,7 @@ def measure(ranks: Ranks) -> Iterator[dict[str, Any]]:
         part = torch.zeros(count, WIDTH, dtype=dtype, device=device)  # sums of sums stay zero
         x = torch.ones_like(part)
         times: dict[str, Callable[[], object]] = {"nccl_us": partial(nccl, ranks, part)}
-        if count <= MOST_ROWS_OF_TORCH:
+        if count <= MAX_ROWS_OF_TORCH:
             buffer = shared[: count * WIDTH].view(count, WIDTH)
             times["torch_one_us"] = partial(ops.torch_rank_sum, buffer, part, sums.name, two_shot=False)
             times["torch_two_us"] = partial(ops.torch_rank_sum, buffer, part, sums.name, two_shot=True)
@@ -125,7 +125,7 @@ def measure(ranks: Ranks) -> Iterator[dict[str, Any]]:
             if sums.inboxes.takes(count, WIDTH, dtype, words=words):
                 name = "words_us" if words else "blocks_us"
                 times[name] = partial(ops.rank_sum, part, sums.inboxes, words=words)
-        summed = times["torch_one_us" if count <= MOST_ROWS_OF_ONE_SHOT else "nccl_us"]
+        summed = times["torch_one_us" if count <= MAX_ROWS_OF_ONE_SHOT else "nccl_us"]
         times["before_us"] = partial(then_norm, summed, part, norm)
         if sums.takes(count, WIDTH, dtype):
             times["fused_us"] = partial(sums.add, x, part, norm, EPS)

@@ -87,7 +87,7 @@ class Watch:
 
     def __init__(self, server: Server) -> None:
         self._url, self._gateway = f"{server.url}/metrics", server.child("quire.service.app")
-        self.most_rss = self.most_kernel = 0
+        self.max_rss = self.max_kernel = 0
 
     async def page(self) -> str:
         def read() -> str:
@@ -111,8 +111,8 @@ class Watch:
     async def record_peaks(self) -> None:
         """Keep the highest memory of gateway and kernel until cancelled."""
         while True:
-            self.most_rss = max(self.most_rss, self.rss())
-            self.most_kernel = max(self.most_kernel, kernel_bytes())
+            self.max_rss = max(self.max_rss, self.rss())
+            self.max_kernel = max(self.max_kernel, kernel_bytes())
             await asyncio.sleep(POLL_S)
 
 
@@ -169,9 +169,9 @@ async def measure(server: Server, options: argparse.Namespace) -> dict[str, Any]
         for task in background:
             task.cancel()
         slow.close()
-    figures["gateway_rss_mib"] = {"before": round(rss / 2**20, 1), "most": round(watch.most_rss / 2**20, 1)}
-    figures["gateway_kib_per_slow_stream"] = round((watch.most_rss - rss) / 2**10 / options.slow, 1)
-    figures["kernel_tcp_kib_per_slow_stream"] = round((watch.most_kernel - kernel) / 2**10 / options.slow, 1)
+    figures["gateway_rss_mib"] = {"before": round(rss / 2**20, 1), "most": round(watch.max_rss / 2**20, 1)}
+    figures["gateway_kib_per_slow_stream"] = round((watch.max_rss - rss) / 2**10 / options.slow, 1)
+    figures["kernel_tcp_kib_per_slow_stream"] = round((watch.max_kernel - kernel) / 2**10 / options.slow, 1)
     for phase in ("computed", "reading"):
         figures[f"itl_p99_{phase}_over_alone"] = round(figures[phase]["itl_p99_ms"] / figures["alone"]["itl_p99_ms"], 3)
     return figures

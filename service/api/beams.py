@@ -164,7 +164,7 @@ def fit_beams(
     for tokens, room in zip(prompts, rooms, strict=True):
         fits = beams.longest(tokens, blocks, size) - tokens
         if fits < (room if bounded else 1):
-            need = beams.most_blocks(tokens, tokens + (room if bounded else 1), size) * size
+            need = beams.max_blocks(tokens, tokens + (room if bounded else 1), size) * size
             message = (
                 f"beam_width: {beams.width} beams of {tokens} prompt tokens and {room if bounded else 1} more take "
                 f"{need} tokens of the KV cache, which holds {blocks * size}"

@@ -34,7 +34,7 @@ from quire.service.common.refusal import Refusal
 SALT_BYTES = 16  # bytes of a salt's digest
 QUOTAS = Quota.__struct_fields__
 WEIGHTS = (1e-9, 1e9)  # minimum and maximum weight, with which tokens / weight stays exact enough in a double
-MOST_QUOTA = 10**9  # maximum quota; with a larger one a bucket would miscount single tokens
+MAX_QUOTA = 10**9  # maximum quota; with a larger one a bucket would miscount single tokens
 SETTINGS = ("weight", "key_sha256", "admin", "highest_priority", "key_priority", "adapters", *QUOTAS)
 
 
@@ -186,8 +186,8 @@ def _quota(table: dict[str, object], where: str) -> Quota | None:
     given: dict[str, int] = {}
     for name in table.keys() & set(QUOTAS):
         value = table[name]
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_QUOTA:
-            raise TenantsError(f"{where}: {name} is {value!r}; it must be a whole number from 1 to {MOST_QUOTA}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_QUOTA:
+            raise TenantsError(f"{where}: {name} is {value!r}; it must be a whole number from 1 to {MAX_QUOTA}")
         given[name] = value
     return Quota(**given) if given else None
 

@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any
 
-MOST_ESCAPES = 100_000  # maximum backslashes in a body that is repaired; with more, a lone surrogate gets 400
+MAX_ESCAPES = 100_000  # maximum backslashes in a body that is repaired; with more, a lone surrogate gets 400
 STRETCH = 2**16  # bytes per search, between which other threads run
 REPLACEMENT = "\ufffd"
 HALVES = re.compile("[\ud800-\udfff]")
@@ -52,6 +52,6 @@ def repaired(body: bytes) -> bytes:
     starts = range(0, len(body), STRETCH)
     if not any(body.find(half, at, at + STRETCH + 2) >= 0 for at in starts for half in (b"\\ud", b"\\uD")):
         return body
-    if sum(body.count(b"\\", at, at + STRETCH) for at in starts) > MOST_ESCAPES:
+    if sum(body.count(b"\\", at, at + STRETCH) for at in starts) > MAX_ESCAPES:
         return body
     return ESCAPES.sub(lambda match: b"\\ufffd" if match.group(1) else match.group(), body)

@@ -23,7 +23,7 @@ from quire.engine.adapters.errors import AdapterError
 from quire.engine.adapters.files import digest_of
 from quire.engine.adapters.folder import AdapterFolder, FoundAdapter
 from quire.engine.adapters.names import adapter_id, check_name, check_within, path_within
-from quire.engine.wire.adapter_list import MOST_NAMES, TooManyAdapters
+from quire.engine.wire.adapter_list import MAX_NAMES, TooManyAdapters
 from quire.engine.wire.link import BusDown
 from quire.engine.wire.messages import Sampling
 from quire.service.api.adapters import ServedAdapter, read_adapters
@@ -176,8 +176,8 @@ class Adapters:
         except TooManyAdapters:
             if adapter.looked_up:  # an adapter from --lora-dir is served even if the list has no space for it
                 return True
-            message = f"lora_name: at most {MOST_NAMES} adapters are loaded at a time; unload others"
-            raise _bad("too_many", message, "lora_name", MOST_NAMES, MOST_NAMES + 1) from None
+            message = f"lora_name: at most {MAX_NAMES} adapters are loaded at a time; unload others"
+            raise _bad("too_many", message, "lora_name", MAX_NAMES, MAX_NAMES + 1) from None
 
     async def _run(self, work: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)

@@ -25,9 +25,9 @@ from quire.service.delivery import admission
 from quire.service.delivery.admission import Cost, Decision, Promised
 
 MOST = 10_000  # maximum number of promises in the book; a refusal while the book is full promises nothing
-# A promise expires GRACE * its pause after its due time, but at least LEAST_GRACE_MS after it: clients round pauses
+# A promise expires GRACE * its pause after its due time, but at least MIN_GRACE_MS after it: clients round pauses
 # up to full seconds, and add some randomness of their own.
-GRACE, LEAST_GRACE_MS = 0.25, 3000
+GRACE, MIN_GRACE_MS = 0.25, 3000
 EARLY_MS = 500  # milliseconds by which a retry may be early: clocks and rounding
 
 Key = tuple[str, int]
@@ -91,7 +91,7 @@ class RetryBook:
             return
         self._number += 1
         pause_ms = round(1000 * pause_s)
-        grace_ms = max(LEAST_GRACE_MS, round(GRACE * pause_ms))
+        grace_ms = max(MIN_GRACE_MS, round(GRACE * pause_ms))
         number = self._number if own is None else own.number
         self._drop(key)
         promise = _Promise(number, tokens, now_ms + pause_ms, now_ms + pause_ms + grace_ms)

@@ -41,7 +41,7 @@ class GrammarChecks:
         self._waiting: FairList[bytes] = FairList()
         self._running = 0
         self._kept: OrderedDict[bytes, Compiled] = OrderedDict()  # LRU cache, oldest first
-        self._kept_bytes, self._most_bytes = 0, kept_bytes
+        self._kept_bytes, self._max_bytes = 0, kept_bytes
 
     async def compile(self, constraint: Constraint, tenant: str = "", weight: float = 1.0) -> Compiled:
         """Return the compiled grammar of a constraint, from the cache if possible.  Raises NotServed."""
@@ -99,6 +99,6 @@ class GrammarChecks:
     def _keep(self, key: bytes, compiled: Compiled) -> None:
         self._kept[key] = compiled
         self._kept_bytes += len(key) + len(compiled.grammar)
-        while self._kept_bytes > self._most_bytes:
+        while self._kept_bytes > self._max_bytes:
             old, dropped = self._kept.popitem(last=False)
             self._kept_bytes -= len(old) + len(dropped.grammar)

@@ -69,7 +69,7 @@ class StoredResponses:
                 msgspec.json.encode(response),
                 ended=True,
                 ttl_ms=self._ttl_ms,
-                most_bytes=self._most,
+                max_bytes=self._most,
                 given=msgspec.json.encode(valid.items),
                 previous=response["previous_response_id"] or "",
             )
@@ -89,7 +89,7 @@ class StoredResponses:
                 msgspec.json.encode(response),
                 ended=False,
                 ttl_ms=self._ttl_ms + int(timeout_s * 1000) + EARLY_MS,
-                most_bytes=self._most,
+                max_bytes=self._most,
                 given=msgspec.json.encode(valid.items),
                 previous=response["previous_response_id"] or "",
                 lease_ms=lease_ms,
@@ -105,7 +105,7 @@ class StoredResponses:
         Returns False, without storing it, if the response was deleted or has ended.  Raises BusDown."""
         body = msgspec.json.encode(response)
         ttl_ms = self._ttl_ms if ended else self._ttl_ms + int(self._config.max_timeout_s * 1000)
-        outcome = await self._store.put(holder, response["id"], body, ended=ended, ttl_ms=ttl_ms, most_bytes=self._most)
+        outcome = await self._store.put(holder, response["id"], body, ended=ended, ttl_ms=ttl_ms, max_bytes=self._most)
         if outcome == -1 and ended:
             error = {"code": "server_error", "message": "the response is larger than what one tenant may store"}
             failed = {**response, "status": "failed", "output": [], "error": error}
@@ -152,7 +152,7 @@ class StoredResponses:
             message = f"{field}: this server stores no responses (--responses-ttl-s)"
             raise Refusal(400, "unsupported", message, param=field)
         most = self._config.max_body_bytes
-        chain = await ask(self._store.chain(holder, response_id, most_bytes=most, ttl_ms=self._ttl_ms))
+        chain = await ask(self._store.chain(holder, response_id, max_bytes=most, ttl_ms=self._ttl_ms))
         size = sum(len(one.input) + len(one.body) for one in chain.found)
         if size > most:
             message = f"{field}: the responses that it continues have more than {most} bytes (--max-body-bytes)"

@@ -14,7 +14,7 @@ from quire.service.common.surrogates import without_escaped_halves
 from quire.service.output.deep_values import nests_deeper
 from quire.service.output.lenient_json import DEPTH, Dialect, Event, JsonReader
 
-MOST_ESCAPES = 50_000  # maximum backslashes in a text whose lone surrogates are replaced in one step
+MAX_ESCAPES = 50_000  # maximum backslashes in a text whose lone surrogates are replaced in one step
 WHOLE_CHARS = 4096  # maximum length of a text that is repaired in one step, which takes 10 to 20 ms
 
 
@@ -74,7 +74,7 @@ def valid(text: str) -> str | None:
     """Return the text if it is JSON of an object or a list, with U+FFFD for lone surrogates; otherwise None.
 
     Also returns None for JSON with deeper nesting than DEPTH."""
-    if text.count("\\") > MOST_ESCAPES:
+    if text.count("\\") > MAX_ESCAPES:
         return None
     try:
         # As floats, since Python refuses to parse an int of more than 4,300 digits.

@@ -31,7 +31,7 @@ PROG = "quire bench"
 STOPPED = 130  # exit status after Ctrl-C
 PHASE = "steady"
 TOKEN_SERVERS = ("quire", "vllm", "sglang")  # owners of models whose servers take token ids and ignore_eos
-MOST_ERRORS = 5  # kinds of errors that the table shows
+MAX_ERRORS = 5  # kinds of errors that the table shows
 
 
 def main(words: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -155,7 +155,7 @@ def errors(records: Sequence[Record]) -> list[str]:
     found = Counter(
         record.error or f"status {record.attempts[-1].status}" for record in records if record.outcome != "ok"
     )
-    return [f"{times} times: {server.printable(error)}" for error, times in found.most_common(MOST_ERRORS)]
+    return [f"{times} times: {server.printable(error)}" for error, times in found.most_common(MAX_ERRORS)]
 
 
 def _cells(values: Iterable[float]) -> list[str]:

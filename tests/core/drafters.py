@@ -27,7 +27,7 @@ class AllDrafts:
     def pays(self, drafts: list[tuple[Sequence, Draft]], seqs: int, most: int) -> bool:
         return most > 0
 
-    def least_match(self, seqs: int) -> int:
+    def min_match(self, seqs: int) -> int:
         return 2
 
     def learn(self, seq: Sequence, draft: Draft, computed: int, accepted: int) -> None:

@@ -157,7 +157,7 @@ def test_an_executor_that_runs_ahead_drafts_when_the_last_tokens_are_known(right
 
 def test_a_step_has_no_more_drafts_than_the_executor_takes() -> None:
     rig = drafting_rig(6)
-    rig.core.drafts.most_drafts = 5
+    rig.core.drafts.max_drafts = 5
     for seed in range(4):
         rig.add(PROMPT, 40, seed=seed, ignore_eos=True)
     rig.run()

@@ -138,7 +138,7 @@ def test_many_pairs_go_to_transformers_unless_ours_take_them(calls: Calls, monke
     model = made("olmoe")
     want = logits_of(model)
     assert use_own_experts(model) == 2
-    monkeypatch.setattr(ops, "MOST_PAIRS", 40 * 3 - 1)
+    monkeypatch.setattr(ops, "MAX_PAIRS", 40 * 3 - 1)
     torch.testing.assert_close(logits_of(model), want)
     assert calls.layers == 0
     monkeypatch.setattr(ops, "takes_all_pairs", lambda hidden, inner, device: (hidden, inner) == (32, 48))

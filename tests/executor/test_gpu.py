@@ -24,7 +24,7 @@ from quire.engine.executor.base import StepError
 from quire.engine.executor.errors import UnsupportedModel
 from quire.engine.executor.loading import load
 from quire.engine.executor.models.hf import load_model
-from quire.engine.executor.worker import MOST_LOGPROBS
+from quire.engine.executor.worker import MAX_LOGPROBS
 from quire.engine.llm import LLM
 from quire.engine.wire.messages import Sampling
 from tests.checkpoints import VOCAB, make_checkpoint
@@ -156,7 +156,7 @@ def test_scoring_stays_within_the_memory_plan(tmp_path: Path, family: str) -> No
     driver = Driver(model, graph_seconds=0)
     launches = driver.worker._launches
     launches.logits = lambda forward, at, **_: forward.logits(at)  # type: ignore[method-assign]  # without its copies
-    planned = launches.peak_bytes(driver.config.max_seqs, driver.config.step_tokens, MOST_LOGPROBS)
+    planned = launches.peak_bytes(driver.config.max_seqs, driver.config.step_tokens, MAX_LOGPROBS)
     slots = [driver.add(words(1000, i), chunk=1000, targets=True)[0] for i in range(2)]
     plan = driver.plan()
     torch.cuda.synchronize()

@@ -44,9 +44,9 @@ class Compiler:
         return Matcher(text)
 
 
-def store_of(compiler: Compiler, most_bytes: int = 1 << 30) -> GrammarStore:
+def store_of(compiler: Compiler, max_bytes: int = 1 << 30) -> GrammarStore:
     """Return a store that compiles only when its `work` is called, and measures nothing."""
-    return GrammarStore(compiler, most_bytes=most_bytes, threads=0, heap_bytes=lambda: 0)
+    return GrammarStore(compiler, max_bytes=max_bytes, threads=0, heap_bytes=lambda: 0)
 
 
 def work(store: GrammarStore) -> None:
@@ -55,10 +55,10 @@ def work(store: GrammarStore) -> None:
 
 
 @pytest.mark.parametrize("count", [257, 400, 1024])
-@pytest.mark.parametrize("most_bytes", [0, 1 << 30])
-def test_any_number_of_different_grammars_is_held_at_once(count: int, most_bytes: int) -> None:
+@pytest.mark.parametrize("max_bytes", [0, 1 << 30])
+def test_any_number_of_different_grammars_is_held_at_once(count: int, max_bytes: int) -> None:
     compiler = Compiler()
-    store = store_of(compiler, most_bytes)
+    store = store_of(compiler, max_bytes)
     for at in range(count):
         assert not store.hold(f"r{at}", f"g{at}")
     work(store)
@@ -71,7 +71,7 @@ def test_any_number_of_different_grammars_is_held_at_once(count: int, most_bytes
     for at in range(count):
         store.release(f"r{at}")
     assert store.counts.held == 0
-    assert store.counts.kept == (count if most_bytes else 0)
+    assert store.counts.kept == (count if max_bytes else 0)
 
 
 def test_one_grammar_of_many_requests_is_compiled_once() -> None:
@@ -134,7 +134,7 @@ def test_whatever_compiling_raises_leaves_no_request_waiting() -> None:
     def fail(text: str) -> Matcher:
         raise MemoryError(text)
 
-    store = GrammarStore(fail, most_bytes=0, threads=0)
+    store = GrammarStore(fail, max_bytes=0, threads=0)
     store.hold("r", "g")
     work(store)
     assert store.finished() == ["g"]
@@ -151,7 +151,7 @@ def test_a_copy_of_what_nothing_holds_never_waits() -> None:
 
 
 def test_the_oldest_kept_are_evicted_first() -> None:
-    store = store_of(Compiler(), most_bytes=int(2.5 * FIXED))
+    store = store_of(Compiler(), max_bytes=int(2.5 * FIXED))
     for name in "abc":
         store.hold(name, name)
     work(store)
@@ -164,7 +164,7 @@ def test_the_oldest_kept_are_evicted_first() -> None:
 
 def test_tokens_that_copies_took_in_count() -> None:
     """The lexer that they share has grown with them."""
-    store = store_of(Compiler(), most_bytes=1 << 30)
+    store = store_of(Compiler(), max_bytes=1 << 30)
     store.hold("r", "g")
     work(store)
     store.copy("g")
@@ -183,7 +183,7 @@ def test_estimates_follow_what_malloc_gets_back() -> None:
         return heap[0]
 
     def filled(heap_bytes: object) -> int:
-        store = GrammarStore(Compiler(), most_bytes=20 * FIXED, threads=0, heap_bytes=heap_bytes)  # type: ignore[arg-type]
+        store = GrammarStore(Compiler(), max_bytes=20 * FIXED, threads=0, heap_bytes=heap_bytes)  # type: ignore[arg-type]
         for at in range(200 * MEASURED):
             store.hold(f"r{at}", f"g{at}")
             work(store)
@@ -203,7 +203,7 @@ def test_threads_compile_and_end_with_the_work() -> None:
         may_end.wait(patience(30))
         return Matcher(text)
 
-    store = GrammarStore(slowly, most_bytes=1 << 30, threads=2)
+    store = GrammarStore(slowly, max_bytes=1 << 30, threads=2)
     store.hold("r", "g")
     assert inside.wait(patience(30))
     store.release("r")
@@ -237,7 +237,7 @@ heap = malloc_bytes()
 if heap is None:
     sys.exit(77)
 tokenizer = LLTokenizer(sys.argv[1], slices=SLICES)
-store = GrammarStore(lambda text: LLMatcher(tokenizer, text, log_level=0, limits=LIMITS), most_bytes=1 << 40, threads=0)
+store = GrammarStore(lambda text: LLMatcher(tokenizer, text, log_level=0, limits=LIMITS), max_bytes=1 << 40, threads=0)
 fields = {f"p{at}": {"type": "string", "maxLength": 30} for at in range(20)}
 texts = []
 for at in range(12):
@@ -288,8 +288,8 @@ class Store(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.compiler = Compiler()
-        self.most_bytes = 3 * FIXED
-        self.store = store_of(self.compiler, self.most_bytes)
+        self.max_bytes = 3 * FIXED
+        self.store = store_of(self.compiler, self.max_bytes)
         self.holds: dict[str, str] = {}
         self.told: Counter[str] = Counter()
         self.done: set[str] = set()  # held ones that are known to be compiled
@@ -352,7 +352,7 @@ class Store(RuleBasedStateMachine):
     def counts(self) -> None:
         counts = self.store.counts
         assert counts.held == len(set(self.holds.values()))
-        assert counts.kept_bytes <= self.most_bytes
+        assert counts.kept_bytes <= self.max_bytes
         assert all(self.store.done(grammar) for grammar in self.done), "a held grammar was evicted"
         kept = sum(self.store._grammars[text].bytes() for text in self.store._kept)
         assert counts.kept_bytes == int(kept * self.store._scale)

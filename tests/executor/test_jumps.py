@@ -332,7 +332,7 @@ def test_finding_forced_tokens_is_bounded_work(
     grammar = regex("(a|b)cdefghijklmnopq(r|s)")
     whole = forced_behind(found, grammar, first := tokenizer().encode("a", add_special_tokens=False))
     for most in (1, len(whole) + 1, 3 * len(whole)):
-        monkeypatch.setattr(grammars, "MOST_FOUND", most)
+        monkeypatch.setattr(grammars, "MAX_FOUND", most)
         run, sampled = list[int](), first[0]
         begin(found, 0, grammar, [])
         found.fill()

@@ -13,9 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from quire.engine.adapters import folder as adapter_folder
-from quire.engine.adapters.config import MOST_VALUES, parse_config
-from quire.engine.adapters.errors import MOST_CHARS, AdapterError
-from quire.engine.adapters.files import MOST_FILE_BYTES, AdapterFile, digest_of, read_adapter
+from quire.engine.adapters.config import MAX_VALUES, parse_config
+from quire.engine.adapters.errors import MAX_CHARS, AdapterError
+from quire.engine.adapters.files import MAX_FILE_BYTES, AdapterFile, digest_of, read_adapter
 from quire.engine.adapters.folder import AdapterFolder
 from quire.engine.adapters.names import parse_option
 from quire.engine.adapters.patterns import by_key
@@ -89,9 +89,9 @@ REFUSED: dict[str, tuple[Change, str]] = {
         "q_proj has lora_A twice",
     ),
     "overlapping matrices": (header(overlap), "damaged header"),
-    "a header of lists": (lambda folder: bomb(folder, "[]"), f"JSON values; at most {MOST_VALUES} are read"),
-    "a header of objects": (lambda folder: bomb(folder, "{}"), f"JSON values; at most {MOST_VALUES} are read"),
-    "a config of lists": (text(lambda _: "[" + "[]," * 300_000 + "[]]"), f"at most {MOST_VALUES} are read"),
+    "a header of lists": (lambda folder: bomb(folder, "[]"), f"JSON values; at most {MAX_VALUES} are read"),
+    "a header of objects": (lambda folder: bomb(folder, "{}"), f"JSON values; at most {MAX_VALUES} are read"),
+    "a config of lists": (text(lambda _: "[" + "[]," * 300_000 + "[]]"), f"at most {MAX_VALUES} are read"),
     "a name of many lines": (header(lambda fields: fields.update({ODD: fields.pop(Q)})), r"model\.\\nERROR root"),
     "a type of many lines": (config(peft_type="X\nY" + "z" * 100_000), r"peft_type is 'X\\nY"),
     "a pattern without end": (config(rank_pattern={"q" * 100_000: 200}), "is 200; ranks from 1"),
@@ -130,7 +130,7 @@ def test_what_is_harmful_is_refused_in_one_line(
         pack(read_adapter(folder, MOST))
     line = str(refused.value)
     assert line.isprintable()
-    assert len(line) <= 2 * MOST_CHARS
+    assert len(line) <= 2 * MAX_CHARS
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_a_sparse_file_is_not_read(base: PreTrainedModel, tmp_path: Path) -> Non
     folder = write_adapter(tmp_path / "a", base)
     with (folder / "adapter_model.safetensors").open("r+b") as file:
         file.truncate(1 << 42)
-    with pytest.raises(AdapterError, match=f"{1 << 42} bytes; at most {MOST_FILE_BYTES}"):
+    with pytest.raises(AdapterError, match=f"{1 << 42} bytes; at most {MAX_FILE_BYTES}"):
         digest_of(folder)
 
 

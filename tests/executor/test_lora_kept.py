@@ -59,7 +59,7 @@ def test_an_adapter_with_requests_is_not_evicted() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_SCORES", 4)
+    monkeypatch.setattr(module, "MAX_SCORES", 4)
     kept = KeptAdapters()
     for turn in range(100):
         for name in range(6):

@@ -16,8 +16,8 @@ from tests.executor.test_grammar_store import Compiler, store_of, work
 class Ranks:
     """Three ranks in one process; `asked` counts the questions to the others."""
 
-    def __init__(self, most_bytes: int = 0) -> None:
-        self.stores = [store_of(Compiler(), most_bytes) for _ in range(3)]
+    def __init__(self, max_bytes: int = 0) -> None:
+        self.stores = [store_of(Compiler(), max_bytes) for _ in range(3)]
         self.others = [(RankGrammars(store), Pipe()) for store in self.stores[1:]]
         self.asked = self.bytes = 0
         self.all = GrammarsOfRanks(self.stores[0], self.tell, self.ask)

@@ -109,7 +109,7 @@ CLAMPED = ops.Clamped(alpha=1.702, limit=7.0)
 
 
 def skip_unless_taken(pairs: int, hidden: int, inner: int) -> None:
-    if pairs > ops.MOST_PAIRS and not ops.takes_all_pairs(hidden, inner, CUDA):
+    if pairs > ops.MAX_PAIRS and not ops.takes_all_pairs(hidden, inner, CUDA):
         pytest.skip("more pairs than this GPU's kernel takes with these sizes")
 
 

@@ -68,7 +68,7 @@ def test_more_tokens_than_a_call_takes_are_computed_part_by_part(monkeypatch: py
     x, weights = randn(50, 24, dtype=torch.bfloat16), layer(6, 24, 16, torch.bfloat16)
     chosen, shares = ops.route(randn(50, 6, dtype=torch.bfloat16), 2, normalise=True, rounded=True)
     together = ops.experts(x, chosen, shares, *weights, torch.ones_like(x))
-    monkeypatch.setattr(mixtures, "MOST_TOKENS", 7)
+    monkeypatch.setattr(mixtures, "MAX_TOKENS", 7)
     assert torch.equal(ops.experts(x, chosen, shares, *weights, torch.ones_like(x)), together)
     none = x[:0]
     assert ops.experts(none, chosen[:0], shares[:0], *weights, none) is none

@@ -75,7 +75,7 @@ async def use_every_script(bus: Bus) -> None:
     await gateway.operations.quarantined()
     await gateway.operations.reset_prefix_caches()
     await gateway.operations.probe()
-    stored: dict[str, Any] = {"ttl_ms": LONG_MS, "most_bytes": 9000, "given": b"[]", "lease_ms": LONG_MS}
+    stored: dict[str, Any] = {"ttl_ms": LONG_MS, "max_bytes": 9000, "given": b"[]", "lease_ms": LONG_MS}
     await gateway.responses.put("t", "r", b"{}", ended=False, **stored)
     await gateway.responses.renew(LONG_MS, ["r"])
     assert await gateway.responses.get("t", "r") is not None

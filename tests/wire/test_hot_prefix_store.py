@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import redis
 
-from quire.engine.wire.hot_prefix_store import MOST, MOST_BYTES, TTL_MS, bounded
+from quire.engine.wire.hot_prefix_store import MAX_BYTES, MOST, TTL_MS, bounded
 from quire.engine.wire.link import BusDown
 from quire.engine.wire.messages import HotPrefix
 from quire.engine.wire.token_log import TOKEN_BYTES
@@ -44,10 +44,10 @@ async def test_its_size_is_bounded(bus: Bus) -> None:
     await engine.hot_prefixes.write("f", [prefix(i) for i in range(2 * MOST)])
     assert await engine.hot_prefixes.take("f") == [prefix(i) for i in range(MOST)]
     length = 32_768
-    most = MOST_BYTES // TOKEN_BYTES // length
+    most = MAX_BYTES // TOKEN_BYTES // length
     await engine.hot_prefixes.write("f", [prefix(i, length) for i in range(2 * most)])
     assert len(await engine.hot_prefixes.take("f")) == most
-    assert bounded([prefix(1, salt="s" * MOST_BYTES)]) == []  # a salt counts, too
+    assert bounded([prefix(1, salt="s" * MAX_BYTES)]) == []  # a salt counts, too
 
 
 async def test_rubbish_is_refused_by_name(bus: Bus) -> None:

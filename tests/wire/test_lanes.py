@@ -224,17 +224,17 @@ async def test_a_passed_deadline_in_either_lane_does_not_keep_what_is_behind_it(
 
 async def test_the_queue_is_bounded_in_requests_and_in_bytes(bus: Bus) -> None:
     gateway, engine = await bus.gateway(), await bus.engine()
-    few = QueueBounds(most_requests=2)
+    few = QueueBounds(max_requests=2)
     assert (await gateway.submit(generate("a"), generate("b"), bounds=few)).accepted
     full = await gateway.submit(generate("c"), bounds=few)
     assert (full.accepted, full.full, full.queued) == (False, True, 2)
     assert (await gateway.submit(generate("a"), generate("b"), bounds=few)).accepted  # a retry of what is queued
     await take(engine)
     assert (await gateway.submit(generate("c"), bounds=few)).accepted  # only what waits counts
-    small = QueueBounds(most_bytes=1500)
+    small = QueueBounds(max_bytes=1500)
     assert (await gateway.submit(generate("d", 200), bounds=small)).accepted
     assert (await gateway.submit(generate("e", 1200), bounds=small)).full
-    refused = await gateway.submit(generate("f", 1200), bounds=QueueBounds(-ANY_TOKENS, -ANY_TOKENS, most_requests=1))
+    refused = await gateway.submit(generate("f", 1200), bounds=QueueBounds(-ANY_TOKENS, -ANY_TOKENS, max_requests=1))
     assert (refused.accepted, refused.full) == (False, False)  # it has no room anyway: 429
 
 

@@ -15,7 +15,7 @@ import redis
 
 from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.engine.wire.engine_side import EngineSide
-from quire.engine.wire.layout import MOST_LOADS, PACE_TOKENS, PREFIX_COUNT, RECOMPUTE, STALE_MS, TRIES, WINDOW
+from quire.engine.wire.layout import MAX_LOADS, PACE_TOKENS, PREFIX_COUNT, RECOMPUTE, STALE_MS, TRIES, WINDOW
 from quire.engine.wire.messages import Generate, Sampling
 from quire.engine.wire.prefixes import LENGTHS, PrefixReport, adapter_digest, prefix_digests, split
 from quire.engine.wire.records import QueueBounds, SyncReply
@@ -561,9 +561,9 @@ async def test_an_engine_that_loads_claims_no_further_loads(bus: Bus) -> None:
     await gateway.submit(ask("base", prompt(3, 20)), bounds=LATE)
     got: list[str] = []
     for _ in range(4):  # a claim is a share of the queue
-        got += ids(await sync(one, "e1", loading(loads=MOST_LOADS)))
+        got += ids(await sync(one, "e1", loading(loads=MAX_LOADS)))
     assert sorted(got) == ["base", "held"]
-    assert len(ids(await sync(one, "e1", loading(loads=MOST_LOADS - 1)))) == 1
+    assert len(ids(await sync(one, "e1", loading(loads=MAX_LOADS - 1)))) == 1
 
 
 async def test_a_rare_adapter_waits_a_bounded_time(bus: Bus) -> None:

@@ -42,7 +42,7 @@ async def put(
         body,
         ended=ended,
         ttl_ms=ttl_ms,
-        most_bytes=most,
+        max_bytes=most,
         given=given,
         previous=previous,
         lease_ms=lease_ms,
@@ -69,14 +69,14 @@ async def test_a_chain_is_read_to_its_beginning(side: GatewaySide) -> None:
     await put(store, "r1", b"x" * 100)
     await put(store, "r2", previous="r1")
     await put(store, "r3", previous="r2")
-    chain = await store.chain("a", "r3", most_bytes=MIB, ttl_ms=HOUR_MS)
+    chain = await store.chain("a", "r3", max_bytes=MIB, ttl_ms=HOUR_MS)
     assert ([one.id for one in chain.found], chain.missing) == (["r3", "r2", "r1"], "")
-    chain = await store.chain("a", "r3", most_bytes=0, ttl_ms=HOUR_MS)
+    chain = await store.chain("a", "r3", max_bytes=0, ttl_ms=HOUR_MS)
     assert ([one.id for one in chain.found], chain.missing) == (["r3"], "r2")
     await store.drop("a", "r1")
-    chain = await store.chain("a", "r3", most_bytes=MIB, ttl_ms=HOUR_MS)
+    chain = await store.chain("a", "r3", max_bytes=MIB, ttl_ms=HOUR_MS)
     assert ([one.id for one in chain.found], chain.missing) == (["r3", "r2"], "r1")
-    assert (await store.chain("b", "r3", most_bytes=MIB, ttl_ms=HOUR_MS)).missing == "r3"
+    assert (await store.chain("b", "r3", max_bytes=MIB, ttl_ms=HOUR_MS)).missing == "r3"
 
 
 @pytest.mark.every_redis
@@ -86,7 +86,7 @@ async def test_the_oldest_make_room_and_no_other_holder_does(side: GatewaySide) 
     for at in range(3):
         assert await put(store, f"r{at}", b"x" * 100, most=most) == 0
         await asyncio.sleep(0.005)  # the order of their expiry
-    await store.chain("a", "r0", most_bytes=MIB, ttl_ms=HOUR_MS)  # used again: it is the newest
+    await store.chain("a", "r0", max_bytes=MIB, ttl_ms=HOUR_MS)  # used again: it is the newest
     assert await put(store, "r3", b"x" * 100, most=most) == 1
     assert [await store.get("a", f"r{at}") is not None for at in range(4)] == [True, False, True, True]
     assert await put(store, "big", b"x" * most, most=most) == -1

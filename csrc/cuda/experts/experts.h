@@ -12,9 +12,9 @@
 
 namespace quire::cuda {
 
-constexpr int kMostExperts = 512;   // experts per layer
-constexpr int kMostTokens = 65535;  // tokens per call
-constexpr int kMostPairs = 512;     // (token, expert) pairs per call of the kernels for few pairs
+constexpr int kMaxExperts = 512;   // experts per layer
+constexpr int kMaxTokens = 65535;  // tokens per call
+constexpr int kMaxPairs = 512;     // (token, expert) pairs per call of the kernels for few pairs
 
 struct RouteArgs {
   Dtype dtype;         // dtype of the logits: bf16 or fp16
@@ -53,7 +53,7 @@ struct ExpertsArgs {
   float alpha, limit;  // constants of `clamped`
 };
 
-// few: up to kMostPairs pairs, any GPU since Ampere.  few_sm90: the same, since Hopper.  grouped: any number, Hopper
+// few: up to kMaxPairs pairs, any GPU since Ampere.  few_sm90: the same, since Hopper.  grouped: any number, Hopper
 // only.
 enum class ExpertsWay { few, few_sm90, grouped };
 ExpertsWay way_of(const ExpertsArgs& args);  // returns the fastest way for these sizes on this GPU

@@ -30,21 +30,21 @@ constexpr int kWarp = 32, kWarps = 8, kThreads = kWarps * kWarp;
 constexpr int kWidth = 8;                        // elements per load of a lane
 constexpr int kStep = 4 * kWidth, kSteps = 4;    // elements of a row per load of a warp; loads in flight
 constexpr int kChunk = kSteps * kStep;           // elements of a row per iteration of a warp
-constexpr int kPairs = 8, kMostTiles = 4;        // pairs per tile; tiles per loaded weight
+constexpr int kPairs = 8, kMaxTiles = 4;         // pairs per tile; tiles per loaded weight
 constexpr int kGateSlices = 4, kDownSlices = 2;  // warps that split a row's elements
 constexpr int kGateRows = 8, kDownRows = 16;     // rows of `between` and of `sums` per group of warps
 constexpr int kGatesOfCta = kWarps / kGateSlices * kGateRows, kDownsOfCta = kWarps / kDownSlices * kDownRows;
-constexpr int kManyCtas = 1024, kMostTurns = 4;  // a CTA takes CTAs / kManyCtas row blocks, at most kMostTurns
+constexpr int kManyCtas = 1024, kMaxTurns = 4;  // a CTA takes CTAs / kManyCtas row blocks, at most kMaxTurns
 
 struct Pairs {
-  uint32_t chosen[kMostExperts / kWarp];  // bit e: a token has chosen expert e
-  int counts[kMostPairs / kWarp];
-  int list[kMostPairs];  // pairs of one expert, in ascending order
+  uint32_t chosen[kMaxExperts / kWarp];  // bit e: a token has chosen expert e
+  int counts[kMaxPairs / kWarp];
+  int list[kMaxPairs];  // pairs of one expert, in ascending order
 };
 
 // Lists the pairs of the n-th chosen expert, n = blockIdx.y.  Returns their number, or 0 if fewer experts are chosen.
 __device__ int find_pairs(const int* chosen, int pairs, Pairs& found, int& expert) {
-  constexpr int kRounds = kMostPairs / kThreads, kWords = kMostExperts / kWarp;
+  constexpr int kRounds = kMaxPairs / kThreads, kWords = kMaxExperts / kWarp;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   if (threadIdx.x < kWords) found.chosen[threadIdx.x] = 0;
   __syncthreads();
@@ -141,7 +141,7 @@ __device__ void multiply(const T* low, const T* high, const T* const (&x)[kTiles
   }
 }
 
-using Partial = float[kWarps][kMostTiles * 4][kWarp];  // accumulators per warp and lane
+using Partial = float[kWarps][kMaxTiles * 4][kWarp];  // accumulators per warp and lane
 
 // Multiplies 16 rows by all pairs of an expert.  of_pair(i): input of pair i of the list.  For each i one warp of a
 // group calls use(i, low, high) with the results of rows g and g + 8.  All threads of the CTA must call this.
@@ -184,7 +184,7 @@ __device__ void for_all_pairs(int count, const T* low, const T* high, int size, 
     } else if (count - first <= 2 * kPairs) {
       run(std::integral_constant<int, 2>{}, first), first += 2 * kPairs;
     } else {
-      run(std::integral_constant<int, kMostTiles>{}, first), first += kMostTiles * kPairs;
+      run(std::integral_constant<int, kMaxTiles>{}, first), first += kMaxTiles * kPairs;
     }
   }
 }
@@ -254,7 +254,7 @@ unsigned parts(int n, int size) { return static_cast<unsigned>((n + size - 1) / 
 // CTAs that share the `blocks` row blocks of each expert.  If there are many, a CTA takes several blocks, because it
 // then lists its pairs only once.
 unsigned shares(unsigned blocks, unsigned experts) {
-  const unsigned turns = std::clamp<unsigned>(blocks * experts / kManyCtas, 1, kMostTurns);
+  const unsigned turns = std::clamp<unsigned>(blocks * experts / kManyCtas, 1, kMaxTurns);
   return (blocks + turns - 1) / turns;
 }
 

@@ -49,7 +49,7 @@ constexpr int kStageBytes = kDepth * 2 * kHalfBytes;
 constexpr int kRoom = kStages * kStageBytes + 1024;
 constexpr int kOfWarp = kSlab / 2;  // elements of a stage per warp
 constexpr int kOfStage = kDepth * kSlab;
-constexpr int kTile = 8, kMostTiles = 4, kMostAtOnce = kMostTiles * kTile;  // pairs per tile; tiles and pairs per pass
+constexpr int kTile = 8, kMaxTiles = 4, kMaxAtOnce = kMaxTiles * kTile;  // pairs per tile; tiles and pairs per pass
 static_assert(kOfStage == kWarps * kOfWarp);
 
 struct Product {
@@ -63,10 +63,10 @@ struct Chosen {
 };
 
 struct Pairs {
-  int starts[kMostExperts];    // per expert: first its pair count, then the index of its first pair in `order`
-  uint16_t order[kMostPairs];  // pairs sorted by expert; the order within an expert differs between CTAs
-  Chosen chosen[kMostPairs];   // experts that have pairs, ascending
-  int count;                   // number of experts that have pairs
+  int starts[kMaxExperts];    // per expert: first its pair count, then the index of its first pair in `order`
+  uint16_t order[kMaxPairs];  // pairs sorted by expert; the order within an expert differs between CTAs
+  Chosen chosen[kMaxPairs];   // experts that have pairs, ascending
+  int count;                  // number of experts that have pairs
 };
 
 // Accumulators of one tile, per warp, row block (8 low and 8 high rows) and lane.
@@ -120,7 +120,7 @@ struct Share {
   for (int item = share.first; item < share.end; item += share.step) {
     const Chosen chosen = pairs.chosen[item / share.blocks];
     const int row = item % share.blocks * kRows;
-    for (int pair = 0; pair < chosen.count; pair += kMostAtOnce) {
+    for (int pair = 0; pair < chosen.count; pair += kMaxAtOnce) {
       for (int slab = 0; slab < p.size / kSlab; slab += kDepth) {
         hopper::wait(&empty[ring.at], ring.phase ^ 1);  // returns at once during the first pass over the ring
         hopper::arrive_expecting(&full[ring.at], kStageBytes);
@@ -160,14 +160,14 @@ __device__ void load_inputs(const T* x, const int (&from)[kTiles], int tiles, in
 // contracted dimension.  x + from[n]: input of pair g of tile n.  first: elements of x for the first stage.  A lane's
 // sums: its low row with pairs 2t and 2t + 1, then its high row with the same pairs.
 template <class T, int kTiles>
-__device__ void multiply(const T* x, const int (&from)[kMostTiles], const Inputs<kMostTiles>& first, int size,
-                         Stages& s, float (&sums)[kTiles][kBlocks][4]) {
+__device__ void multiply(const T* x, const int (&from)[kMaxTiles], const Inputs<kMaxTiles>& first, int size, Stages& s,
+                         float (&sums)[kTiles][kBlocks][4]) {
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, row = row_of_lane();
   const int chunk = warp % 2 * 4 + lane % 4;  // 16-byte chunk of a slab's row, stored at chunk ^ (row % 8)
   const int at = warp / 2 * 2 * kHalfBytes + row * kSlabBytes + (chunk ^ row) * 16;
-  Inputs<kMostTiles> next = first;
+  Inputs<kMaxTiles> next = first;
   for (int stage = 0; stage < size; stage += kOfStage) {
-    const Inputs<kMostTiles> y = next;
+    const Inputs<kMaxTiles> y = next;
     load_inputs(x, from, kTiles, stage + kOfStage, size, next);
     hopper::wait(&s.full[s.ring.at], s.ring.phase);
     if (stage + warp * kOfWarp < size) {
@@ -226,12 +226,12 @@ __device__ void add_up(const float (&sums)[kTiles][kBlocks][4], int count, Parti
 
 constexpr int tiles_of(int count) { return (count + kTile - 1) / kTile; }
 
-// Calls run(tiles{}) with the number of tiles that `count` pairs need: 1, 2 or kMostTiles.
+// Calls run(tiles{}) with the number of tiles that `count` pairs need: 1, 2 or kMaxTiles.
 template <class Run>
 __device__ void by_tiles(int count, const Run& run) {
   if (count <= kTile) return run(std::integral_constant<int, 1>{});
   if (count <= 2 * kTile) return run(std::integral_constant<int, 2>{});
-  run(std::integral_constant<int, kMostTiles>{});
+  run(std::integral_constant<int, kMaxTiles>{});
 }
 
 // Stores a pair's results of a low and a high row.  low, high: results with the biases added.
@@ -246,21 +246,21 @@ __device__ void store(const ExpertsArgs& a, int64_t pair, int row, float low, fl
   }
 }
 
-// One pass over an item, for up to kMostAtOnce pairs of its expert.
+// One pass over an item, for up to kMaxAtOnce pairs of its expert.
 struct Pass {
   int item, first;  // first: index, among the expert's pairs, of the pass's first pair
   Chosen chosen;
   const uint16_t* order;
   int count;
-  int from[kMostTiles];  // pair g of each tile: offset of its row in x; at most 512 * size
+  int from[kMaxTiles];  // pair g of each tile: offset of its row in x; at most 512 * size
 
   // pairs_of_input: number of consecutive pairs that share a row of x.
   __device__ Pass(int item, int first, const Share& share, const Pairs& pairs, int size, int pairs_of_input)
       : item(item), first(first), chosen(pairs.chosen[item / share.blocks]) {
     order = pairs.order + chosen.first + first;
-    count = min(chosen.count - first, kMostAtOnce);
+    count = min(chosen.count - first, kMaxAtOnce);
 #pragma unroll
-    for (int n = 0; n < kMostTiles; ++n) {
+    for (int n = 0; n < kMaxTiles; ++n) {
       const int pair = order[min(n * kTile + static_cast<int>(threadIdx.x) % kWarp / 4, count - 1)];
       from[n] = pair / pairs_of_input * size;
     }
@@ -281,7 +281,7 @@ __device__ void multiply_items(const Product& p, const ExpertsArgs& a, const Pai
   };
   int round = 0;
   Pass pass = pass_at(share.first, 0);
-  Inputs<kMostTiles> first = {};
+  Inputs<kMaxTiles> first = {};
   load_inputs(x, pass.from, tiles_of(pass.count), 0, p.size, first);
   while (true) {
     const int row =
@@ -342,7 +342,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if constexpr (kKind != Kind::down) wait_for_previous_kernels();
   let_next_kernel_start();  // for gate_up not earlier: see above
 
-  constexpr int kOfThread = kMostPairs / kMultipliers, kListed = 2;  // pairs per thread; id of a named barrier
+  constexpr int kOfThread = kMaxPairs / kMultipliers, kListed = 2;  // pairs per thread; id of a named barrier
   int expert[kOfThread], place[kOfThread];
   const int count = a.tokens * a.top;
   if (warp < kWarps) {

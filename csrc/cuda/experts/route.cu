@@ -78,7 +78,7 @@ void route(const RouteArgs& a, cudaStream_t stream) {
     const auto kernel = a.experts <= 2 * kWarp   ? route_kernel<T, 2>
                         : a.experts <= 4 * kWarp ? route_kernel<T, 4>
                         : a.experts <= 8 * kWarp ? route_kernel<T, 8>
-                                                 : route_kernel<T, kMostExperts / kWarp>;
+                                                 : route_kernel<T, kMaxExperts / kWarp>;
     launch(kernel, dim3(a.tokens), dim3(kWarp), 0, stream, a);
   });
 }

@@ -17,7 +17,7 @@ constexpr int kChunk = 8192;  // pairs per CTA
 constexpr int kHeader = 4;    // ints: number of tiles, two tickets, and padding that aligns the tiles
 
 int chunks_of(int pairs) { return (pairs + kChunk - 1) / kChunk; }
-int most_tiles(int pairs, int experts, int tile_pairs) { return std::min(pairs, experts) + pairs / tile_pairs; }
+int max_tiles(int pairs, int experts, int tile_pairs) { return std::min(pairs, experts) + pairs / tile_pairs; }
 
 // Counts the pairs of this CTA's chunk per expert.  counts: in shared memory, initially 0.
 __device__ void count_chunk(const int* chosen, int pairs, int* counts) {
@@ -28,8 +28,8 @@ __device__ void count_chunk(const int* chosen, int pairs, int* counts) {
 
 /* Grid (chunks). */
 __global__ void __launch_bounds__(kThreads) count_kernel(const int* chosen, PairOrder to) {
-  __shared__ int counts[kMostExperts];
-  if (threadIdx.x < kMostExperts) counts[threadIdx.x] = 0;
+  __shared__ int counts[kMaxExperts];
+  if (threadIdx.x < kMaxExperts) counts[threadIdx.x] = 0;
   __syncthreads();
   let_next_kernel_start();
   wait_for_previous_kernels();
@@ -69,10 +69,10 @@ __device__ void place_experts(int* counts, const PairOrder& to) {
 /* Grid (chunks).  kAlone: there is one chunk, which this kernel counts itself. */
 template <bool kAlone>
 __global__ void __launch_bounds__(kThreads) scatter_kernel(const int* chosen, PairOrder to) {
-  __shared__ int next[kMostExperts];    // pairs per expert, later the expert's next free place
-  __shared__ int before[kMostExperts];  // pairs of the expert in chunks before this one
+  __shared__ int next[kMaxExperts];    // pairs per expert, later the expert's next free place
+  __shared__ int before[kMaxExperts];  // pairs of the expert in chunks before this one
   const int thread = threadIdx.x, chunk = blockIdx.x;
-  if (thread < kMostExperts) next[thread] = before[thread] = 0;
+  if (thread < kMaxExperts) next[thread] = before[thread] = 0;
   __syncthreads();
   let_next_kernel_start();
   wait_for_previous_kernels();
@@ -119,14 +119,14 @@ __global__ void __launch_bounds__(kGatherWarps* kWarp)
 
 int64_t pair_order_bytes(int pairs, int experts, int tile_pairs) {
   const int64_t chunks = chunks_of(pairs) > 1 ? chunks_of(pairs) : 0;
-  return sizeof(int) * (kHeader + pairs + chunks * experts) + sizeof(PairTile) * most_tiles(pairs, experts, tile_pairs);
+  return sizeof(int) * (kHeader + pairs + chunks * experts) + sizeof(PairTile) * max_tiles(pairs, experts, tile_pairs);
 }
 
 PairOrder pair_order_at(void* memory, int pairs, int experts, int tile_pairs) {
   PairOrder made{.pairs = pairs, .experts = experts, .tile_pairs = tile_pairs};
   made.tile_count = static_cast<int*>(memory);
   made.tiles = reinterpret_cast<PairTile*>(made.tile_count + kHeader);
-  made.order = reinterpret_cast<int*>(made.tiles + most_tiles(pairs, experts, tile_pairs));
+  made.order = reinterpret_cast<int*>(made.tiles + max_tiles(pairs, experts, tile_pairs));
   made.counts = made.order + pairs;
   return made;
 }

@@ -18,7 +18,7 @@ struct PairTile {
 
 struct PairOrder {
   int* tile_count;  // [1] number of tiles; two tickets follow, initially 0, for the two GEMMs
-  PairTile* tiles;  // [most_tiles], sorted by expert, then by place
+  PairTile* tiles;  // [max_tiles], sorted by expert, then by place
   int* order;       // [pairs]: pairs sorted by expert, in any order within an expert
   int* counts;      // [chunks, experts], used if several CTAs sort
   int pairs, experts;

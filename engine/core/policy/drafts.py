@@ -24,7 +24,7 @@ equals the drafter's guess.
 
 Predictions err, so a credit account, in seconds, bounds the time that drafts may lose on any text and machine:
 
-    begins with FIRST_CREDIT * D(n), and never exceeds MOST_CREDIT * D(n)
+    begins with FIRST_CREDIT * D(n), and never exceeds MAX_CREDIT * D(n)
     + PROBES * D(n) for each step in which drafts could have been computed and did not pay
     + time that accepted drafts have saved, - time that drafts have added, both as measured
 
@@ -53,7 +53,7 @@ from quire.engine.wire.messages import Generate
 MARGIN = 1.03  # minimum predicted speedup for which drafts are computed, since predictions err
 PROBES = 1 / 200  # fraction of the time of steps without drafts that drafts may lose
 FIRST_CREDIT = 0.25  # initial credit, in steps without drafts
-MOST_CREDIT = 2.0  # maximum credit, in decode-only steps of the batch size, however much time drafts have saved
+MAX_CREDIT = 2.0  # maximum credit, in decode-only steps of the batch size, however much time drafts have saved
 GROWTH = 2.0  # a step has at most this multiple of the drafts measured so far, since the time of more is unknown
 PROBE_TOKENS = 4  # draft tokens of a probe
 FIRST_RATE, FIRST_WEIGHT = 0.7, 2.0  # prior of a tenant's acceptance rate, and its weight in drafts
@@ -184,7 +184,7 @@ class DraftController:
 
     # ------------------------------------------------------------------------------------------------------- choosing
 
-    def least_match(self, seqs: int) -> int:
+    def min_match(self, seqs: int) -> int:
         """Return the minimum match length, in tokens, for which drafts may pay in a step of `seqs` sequences.
 
         Short matches are frequent in any text, so searching them costs host time in vain if they do not pay.  Every
@@ -266,13 +266,13 @@ class DraftController:
 
     def _book(self, seconds: float, alone: float) -> None:
         """Add saved (+) or lost (-) seconds to the credit account.  `alone`: seconds of the step without drafts."""
-        self._credit_s = min(self._credit(alone) + seconds, MOST_CREDIT * alone)
+        self._credit_s = min(self._credit(alone) + seconds, MAX_CREDIT * alone)
 
     def _credit(self, alone: float) -> float:
         """Return the seconds that drafts may lose.  `alone`: seconds of a step without drafts."""
         if self._credit_s == inf:
             self._credit_s = FIRST_CREDIT * alone
-        return min(self._credit_s, MOST_CREDIT * alone)
+        return min(self._credit_s, MAX_CREDIT * alone)
 
     def _best(
         self, rates: list[float], lengths: list[int], seqs: int, most: int, *, waits: bool = False
@@ -332,7 +332,7 @@ class DraftController:
         if extra is not None and extra.doubtful(self._padded(seqs, count), OUTLIER * alone):
             return count
         cost = 2 * (self.extra_s(seqs, count) + self._idle_s)
-        return count if min(cost, MOST_CREDIT * alone) <= self._credit(alone) else 0
+        return count if min(cost, MAX_CREDIT * alone) <= self._credit(alone) else 0
 
     def _rate(self, seq: Sequence, draft: Draft) -> float:
         """Return the probability that a draft token is accepted if the draft tokens before it are."""

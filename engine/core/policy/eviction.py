@@ -22,7 +22,7 @@ from collections import Counter, OrderedDict
 from itertools import compress
 
 ROUNDS = 16  # maximum extra rounds of a block after its last use
-MOST_MOVES = 1_024  # maximum blocks that one eviction moves to the end, about 0.1 ms
+MAX_MOVES = 1_024  # maximum blocks that one eviction moves to the end, about 0.1 ms
 REMEMBERED = 4  # digests of evicted blocks are remembered, at most total blocks / REMEMBERED
 
 
@@ -95,7 +95,7 @@ class FairEviction:
         if len(self._tenants) == 1:
             return next(iter(idle))
         block = next(iter(idle))
-        for _ in range(MOST_MOVES):
+        for _ in range(MAX_MOVES):
             owner = self._tenants[self._of[block]]
             below_share = owner.count * self._weight < owner.weight * self._count
             if not (below_share and self._used_again[block] and self._rounds[block] < ROUNDS):

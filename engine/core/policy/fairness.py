@@ -39,7 +39,7 @@ LOOK_SLOTS = 32  # the blocks of each tenant are summed up again every 1 + runni
 FAVOUR_SLOTS = 64  # after a search without result, the next search follows 1 + running / FAVOUR_SLOTS steps later
 # The searches of one plan begin no further try once their tries have visited this many running sequences, 2 to 5 us
 # each.  With 800 running sequences of as many tenants, a search among 200 waiting tenants took 1.4 s.
-MOST_VISITS = 2_048
+MAX_VISITS = 2_048
 ENGINE = "(engine)"  # tenant of the engine's own requests, which have no share: nothing is preempted for them
 PREEMPTIBLE = (State.PREFILLING, State.DECODING, State.PAUSED)
 
@@ -152,7 +152,7 @@ class Fairness:
 
         Tries the first waiting sequence of each tenant below its share, in queue order.  So swapped sequences of these
         tenants resume before new sequences of them start.  A search of many tenants continues in later plans, so that
-        no plan takes long (MOST_VISITS).  `named`: ids of sequences that the plan names already, which it cannot
+        no plan takes long (MAX_VISITS).  `named`: ids of sequences that the plan names already, which it cannot
         preempt."""
         if not self.contend or not self._waiting or not self._admission.preempts or self._isolation.active:
             return None
@@ -164,7 +164,7 @@ class Fairness:
         self.sum_holdings()
         if self._visits_step != batch.step:
             self._visits, self._visits_step = 0, batch.step
-        if self._visits >= MOST_VISITS:
+        if self._visits >= MAX_VISITS:
             return None
         shares: Shares | None = None
         failed: set[str] = set()
@@ -174,7 +174,7 @@ class Fairness:
             ready = seq.sampled_in <= batch.committed and not self._swapping.leaves(seq)
             tenant = seq.request.tenant
             if tenant not in tried and ready:
-                if self._visits >= MOST_VISITS:
+                if self._visits >= MAX_VISITS:
                     self._failed |= failed
                     return None
                 shares = shares or Shares(batch.holders())

@@ -11,14 +11,14 @@ import numpy.typing as npt
 from quire.engine.executor import ops
 
 Numbers = npt.NDArray[np.generic]
-MOST_RANKS = 128  # maximum rank, as in `engine/adapters`
+MAX_RANKS = 128  # maximum rank, as in `engine/adapters`
 
 
 class Layout(Protocol):
     """Storage of A [ranks, in] of all layers of a site, joined, and of B [out, ranks] of one layer."""
 
     @property
-    def most_ranks(self) -> int:
+    def max_ranks(self) -> int:
         """Return the maximum rank of a layer."""
 
     def with_ranks(self, matrix: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -39,8 +39,8 @@ class Strips:
     together: int
 
     @property
-    def most_ranks(self) -> int:
-        return MOST_RANKS
+    def max_ranks(self) -> int:
+        return MAX_RANKS
 
     def with_ranks(self, matrix: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         return matrix
@@ -61,7 +61,7 @@ class GpuBlocks:
     max_rank: int
 
     @property
-    def most_ranks(self) -> int:
+    def max_ranks(self) -> int:
         return self.max_rank
 
     def with_ranks(self, matrix: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -70,8 +70,8 @@ class Packer:
             for at, part in parts:
                 pair = file.pairs[part.path]
                 check_shapes(file.where, pair, site, part)
-                if pair.a.rows > self.layout.most_ranks:
-                    allowed = f"--lora-max-rank allows {self.layout.most_ranks}"
+                if pair.a.rows > self.layout.max_ranks:
+                    allowed = f"--lora-max-rank allows {self.layout.max_ranks}"
                     raise AdapterError(f"{file.where}: {part.path} has rank {pair.a.rows}, {allowed}")
                 shrinks.append(self.layout.with_ranks(values(pair.a)))
                 with np.errstate(over="ignore", invalid="ignore"):  # `put` refuses values that are not finite

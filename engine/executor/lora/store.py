@@ -1,6 +1,6 @@
 """Adapters in host memory: those that requests hold, those kept for later requests, and the loading of others.
 
-    hold ─> waits ──the loader's thread reads and packs──> loaded ──last release──> kept ── over `most_bytes` ─> evicted
+    hold ─> waits ──the loader's thread reads and packs──> loaded ──last release──> kept ── over `max_bytes` ─> evicted
               └─ last release: dropped                       ^──────── hold ─────────'
 
 A held adapter is never evicted, so a step finds it at once.  While held adapters fill the memory, loads wait.  Only the
@@ -27,7 +27,7 @@ from quire.engine.executor.lora.packing import PackedAdapter
 
 log = logging.getLogger(__name__)
 
-MOST_REFUSED = 1024  # ids of files that cannot be served
+MAX_REFUSED = 1024  # ids of files that cannot be served
 DIED = "the adapter could not be loaded; the engine's log has the reason"  # message for clients
 
 
@@ -63,10 +63,10 @@ def source(adapter: str, path: str) -> str:
 class AdapterStore:
     """Owner of all adapters in host memory.  Thread-safe; `engine/adapter_gate.py` holds and releases."""
 
-    def __init__(self, pack: Callable[[AdapterFile], PackedAdapter], most_bytes: int, base: str = "") -> None:
-        """`pack` raises AdapterError.  `most_bytes`: limit of held and kept adapters together.  `base`: hub name or
+    def __init__(self, pack: Callable[[AdapterFile], PackedAdapter], max_bytes: int, base: str = "") -> None:
+        """`pack` raises AdapterError.  `max_bytes`: limit of held and kept adapters together.  `base`: hub name or
         path of the base model; "": not compared."""
-        self._pack, self._most_bytes, self._base = pack, most_bytes, base
+        self._pack, self._max_bytes, self._base = pack, max_bytes, base
         self._lock = threading.Condition()
         self._adapters: dict[str, Adapter] = {}  # adapters by key
         self._by_request: dict[str, Adapter] = {}
@@ -216,7 +216,7 @@ class AdapterStore:
             with self._lock:
                 if fault and fault != DIED and not adapter.missing:
                     self._refused[adapter.key] = fault
-                    while len(self._refused) > MOST_REFUSED:
+                    while len(self._refused) > MAX_REFUSED:
                         self._refused.popitem(last=False)
                 self._settle(adapter, packed, fault, time.monotonic() - began)
 
@@ -228,25 +228,25 @@ class AdapterStore:
             size = (folder / WEIGHTS).stat().st_size
         except OSError:
             size = 0  # `read_adapter` reports the reason
-        if size > self._most_bytes:
-            raise AdapterError(f"{folder}: {size} bytes; --lora-memory-gib allows {self._most_bytes}")
+        if size > self._max_bytes:
+            raise AdapterError(f"{folder}: {size} bytes; --lora-memory-gib allows {self._max_bytes}")
         with self._lock:
             self._evict(size)
-            while self._bytes + size > self._most_bytes and self._bytes > 0 and not self._closed:
+            while self._bytes + size > self._max_bytes and self._bytes > 0 and not self._closed:
                 if not self._adapters[key].holders:
                     return None
                 self._lock.wait()
                 self._evict(size)
-        file = read_adapter(folder, self._most_bytes, name, digest_part(name))
+        file = read_adapter(folder, self._max_bytes, name, digest_part(name))
         if not file.config.is_for(self._base):
             log.warning(
                 "adapter %s was trained on %s; this engine serves %s",
                 *(name, one_line(str(file.config.base_model_name_or_path)), self._base),
             )
         packed = self._pack(file)
-        if packed.bytes > self._most_bytes:
+        if packed.bytes > self._max_bytes:
             raise AdapterError(
-                f"{folder}: {packed.bytes} bytes in memory; --lora-memory-gib allows {self._most_bytes} bytes"
+                f"{folder}: {packed.bytes} bytes in memory; --lora-memory-gib allows {self._max_bytes} bytes"
             )
         return packed
 
@@ -283,7 +283,7 @@ class AdapterStore:
 
     def _evict(self, size: int) -> None:
         """Evict kept adapters until `size` more bytes fit."""
-        while self._kept and self._bytes + size > self._most_bytes:
+        while self._kept and self._bytes + size > self._max_bytes:
             self._forget(self._adapters[self._kept.pop()])
             self._evicted += 1
 

@@ -81,8 +81,8 @@ def refused_sizes(gate_up: Tensor, down: Tensor) -> str:
     count, hidden, inner = down.shape
     if gate_up.shape != (count, 2 * inner, hidden) or not (gate_up.is_contiguous() and down.is_contiguous()):
         return f"weights of shape {list(gate_up.shape)} and {list(down.shape)} are not those of gated experts"
-    if count > ops.MOST_EXPERTS:
-        return f"{count} experts, the maximum is {ops.MOST_EXPERTS}"
+    if count > ops.MAX_EXPERTS:
+        return f"{count} experts, the maximum is {ops.MAX_EXPERTS}"
     if hidden % SIZE_STEP or inner % SIZE_STEP:
         return f"hidden size {hidden} or inner size {inner} is no multiple of {SIZE_STEP}"
     return ""
@@ -93,7 +93,7 @@ def compute(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
 
     Replaces the forward of transformers' module, which still computes steps that are too large for our kernels."""
     x, (_, hidden, inner) = hidden_states, experts.down_proj.shape
-    taken = top_k_index.numel() <= ops.MOST_PAIRS or ops.takes_all_pairs(hidden, inner, x.device)
+    taken = top_k_index.numel() <= ops.MAX_PAIRS or ops.takes_all_pairs(hidden, inner, x.device)
     if not taken or x.dtype != experts.down_proj.dtype or x.dim() != _OF_TOKENS:
         own: Tensor = type(experts).forward(experts, hidden_states, top_k_index, top_k_weights)
         return own

@@ -154,7 +154,7 @@ class Mixture(nn.Module):
         logits = ops.linear(y, self.router, self.router_bias)
         chosen, weights = ops.route(logits, self.top, **self.routing._asdict())
         experts = self.experts
-        if self.takes_all or chosen.numel() <= ops.MOST_PAIRS:
+        if self.takes_all or chosen.numel() <= ops.MAX_PAIRS:
             gate_up, down = self.packed or (experts.gate_up_proj, experts.down_proj)
             return ops.experts(
                 y,
@@ -334,7 +334,7 @@ def report_limited_mixtures(model: PreTrainedModel) -> None:
         log.info(
             "experts of %d layers: steps of more than %d tokens take transformers' kernels; ours take any number on a "
             "Hopper GPU if hidden size (%d) and inner size (%d) are multiples of 64",
-            *(len(limited), ops.MOST_PAIRS // limited[0].top, hidden, inner),
+            *(len(limited), ops.MAX_PAIRS // limited[0].top, hidden, inner),
         )
 
 

@@ -133,8 +133,8 @@ def is_mixture(mlp: Any, family: MixtureFamily) -> bool:
         router.weight.shape == (count, hidden)
         and gate_up == (count, 2 * inner, hidden)
         and all(weight.is_contiguous() for weight in experts.parameters())
-        and count <= ops.MOST_EXPERTS
-        and router.top_k <= ops.MOST_CHOSEN
+        and count <= ops.MAX_EXPERTS
+        and router.top_k <= ops.MAX_CHOSEN
         and not (hidden % 8 or inner % 8)
         and not experts._forward_hooks  # a hook is the all-reduce of sharded experts
     )

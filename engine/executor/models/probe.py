@@ -31,11 +31,11 @@ MAX_HEAD_SIZE = 512  # maximum of the CPU kernels
 # Maximum difference of logits between two runs of equal shapes, as a share of the largest.  Dense models have none.
 LEAK = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 # Maximum difference between the served model's logits and the probe's, as a share of the largest: rounding, no mistake.
-MOST_DRIFT = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.2}
+MAX_DRIFT = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.2}
 # The same limit if GEMMs round their inputs to e4m3.  Of 13 models on a CPU with that rounding, models of 2 to 30
 # layers had 0.02 to 0.21, and one of 48 layers with large random weights 0.35.  Unrelated logits have 1 and more. So
 # this finds gross mistakes only.
-MOST_DRIFT_OF_ROUNDED_INPUTS = 0.6
+MAX_DRIFT_OF_ROUNDED_INPUTS = 0.6
 # Attention keywords that change nothing here: dropout is for training, the others are handled or describe the batch.
 HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits", "position_embeddings"}
 
@@ -296,6 +296,6 @@ def prove_served(module: PreTrainedModel, proof: Proof, block_size: int = 16, *,
         raise UnsupportedModel(f"{kind}: as it would be served some of its logits are not finite")
     # Rounding grows with depth, and may change the expert of a token in a mixture: so the median token decides.
     each = (logits.float() - proof.logits[0].float()).abs().amax(1) / proof.logits.float().abs().max()
-    most = MOST_DRIFT_OF_ROUNDED_INPUTS if rounds_inputs else MOST_DRIFT[module.dtype]
+    most = MAX_DRIFT_OF_ROUNDED_INPUTS if rounds_inputs else MAX_DRIFT[module.dtype]
     if not (drift := each.median()) < most:
         raise UnsupportedModel(f"{kind}: as it would be served its logits differ from the model's own ({drift:.0e})")

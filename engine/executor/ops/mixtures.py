@@ -8,14 +8,14 @@ import torch
 
 from quire.engine.executor.ops.packed_experts import PackedRows
 
-MOST_EXPERTS, MOST_CHOSEN = 512, 32  # experts per layer, and chosen per token
-MOST_PAIRS = 512  # (token, expert) pairs per call of `experts`, unless `takes_all_pairs`
-MOST_TOKENS = 16_384  # tokens per call of the operator, which bounds its memory; more are split
+MAX_EXPERTS, MAX_CHOSEN = 512, 32  # experts per layer, and chosen per token
+MAX_PAIRS = 512  # (token, expert) pairs per call of `experts`, unless `takes_all_pairs`
+MAX_TOKENS = 16_384  # tokens per call of the operator, which bounds its memory; more are split
 _HOPPER, _WHOLE_SLABS = 9, 64  # compute capability; divisor of hidden and inner size
 
 
 def takes_all_pairs(hidden: int, inner: int, device: torch.device) -> bool:
-    """Return whether `experts` supports any number of tokens for these sizes; if not, at most MOST_PAIRS pairs T *
+    """Return whether `experts` supports any number of tokens for these sizes; if not, at most MAX_PAIRS pairs T *
     k."""
     if hidden % _WHOLE_SLABS or inner % _WHOLE_SLABS or device.type != "cuda":
         return False
@@ -60,7 +60,7 @@ def experts(
 ) -> torch.Tensor:
     """Add the weighted sum of each token's expert outputs to plus, in place: x, plus [T, hidden] -> plus.
 
-    chosen, weights  [T, k] as `route` returns them; T * k is at most MOST_PAIRS unless `takes_all_pairs`
+    chosen, weights  [T, k] as `route` returns them; T * k is at most MAX_PAIRS unless `takes_all_pairs`
     gate_up          [E, 2 * inner, hidden]: per expert gate rows, then up rows; both sizes are multiples of 8.
                      With `clamped` gate and up rows are interleaved.  Or packed, like down: on a GPU that
                      `takes_all_pairs`, x in bfloat16; fp8 has no `clamped`, mxfp4 needs it
@@ -72,8 +72,8 @@ def experts(
     Reads each chosen expert once.  The number of pairs selects the kernel; apart from that a token's result does not
     depend on other tokens."""
     name, alpha, limit = ("silu", 0.0, 0.0) if clamped is None else ("clamped", clamped.alpha, clamped.limit)
-    for first in range(0, len(x), MOST_TOKENS):
-        part = slice(first, first + MOST_TOKENS)
+    for first in range(0, len(x), MAX_TOKENS):
+        part = slice(first, first + MAX_TOKENS)
         routed = x[part], chosen[part], weights[part]
         rest = name, alpha, limit, plus[part]
         if isinstance(gate_up, PackedRows) and isinstance(down, PackedRows):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-SUM_CTAS, MOST_SUM_RANKS, MOST_SUMMED = 256, 8, 16384  # maximum CTAs per call; ranks; elements per row
+SUM_CTAS, MAX_SUM_RANKS, MAX_SUMMED = 256, 8, 16384  # maximum CTAs per call; ranks; elements per row
 _MARK_BYTES, _PACK_BYTES, _SUM_THREADS = 16, 16, 1024  # as in csrc/cuda/ranks
 
 
@@ -35,7 +35,7 @@ class Inboxes:
     def takes(self, rows: int, size: int, dtype: torch.dtype, *, words: bool) -> bool:
         """Return whether `rank_sum` supports a part of this shape.  Equal on all ranks."""
         row_bytes = size * dtype.itemsize
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16) or row_bytes % _PACK_BYTES or size > MOST_SUMMED:
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16) or row_bytes % _PACK_BYTES or size > MAX_SUMMED:
             return False
         return 0 < -(-rows // self.ctas(row_bytes)) * row_bytes <= (self.words_share if words else self.blocks_share)
 

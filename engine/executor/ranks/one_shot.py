@@ -21,10 +21,10 @@ from quire.engine.executor.errors import one_line
 c10d: Any = _distributed_c10d
 # Limits of the bytes that a rank sends, to all others together.  Up to the first limit the call number is sent in every
 # 8 bytes (words), which doubles the bytes; above the second limit NCCL does the all-reduce.
-MOST_WORDS_BYTES, MOST_BYTES = 256 << 10, 16 << 20
+MAX_WORDS_BYTES, MAX_BYTES = 256 << 10, 16 << 20
 WORDS_SHARE, BLOCKS_SHARE = 16 << 10, 64 << 10  # maximum bytes sent per CTA; an inbox takes 96 MiB with two ranks
 # Maximum difference from NCCL's result, as a share of the largest value: both round bfloat16 once or twice.
-MOST_DRIFT = 0.02
+MAX_DRIFT = 0.02
 
 
 class OneShot:
@@ -42,8 +42,8 @@ class OneShot:
         over the GPUs.  Raises RuntimeError if GPUs cannot write each other's memory."""
         OneShot.made = True
         self.name = name
-        if size > ops.MOST_SUM_RANKS:
-            raise RuntimeError(f"{size} ranks; the kernel takes {ops.MOST_SUM_RANKS}")
+        if size > ops.MAX_SUM_RANKS:
+            raise RuntimeError(f"{size} ranks; the kernel takes {ops.MAX_SUM_RANKS}")
         # torch finds the group by its name, and keeps no reference.
         self._group = c10d.ProcessGroup(store, rank, size)
         self._group._register_backend(torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, host)
@@ -62,17 +62,17 @@ class OneShot:
         addresses = [address + inbox.data_ptr() - taken[rank] for address in taken]
         calls = torch.zeros(ops.SUM_CTAS, dtype=torch.int32, device=device)
         self.inboxes = ops.Inboxes(inbox, addresses, calls, rank, WORDS_SHARE, blocks_share, multiprocessors)
-        self.most_words_bytes, self.most_bytes = MOST_WORDS_BYTES // (size - 1), MOST_BYTES // (size - 1)
+        self.max_words_bytes, self.max_bytes = MAX_WORDS_BYTES // (size - 1), MAX_BYTES // (size - 1)
 
     def sends_words(self, rows: int, size: int, dtype: torch.dtype) -> bool:
         """Return whether parts of this shape, which `takes` accepts, are sent as words: the call number in every 8
         bytes."""
-        few = rows * size * dtype.itemsize <= self.most_words_bytes
+        few = rows * size * dtype.itemsize <= self.max_words_bytes
         return few and self.inboxes.takes(rows, size, dtype, words=True)
 
     def takes(self, rows: int, size: int, dtype: torch.dtype) -> bool:
         """Return whether parts [rows, size] can be reduced here.  Equal on all ranks."""
-        fits = rows * size * dtype.itemsize <= self.most_bytes
+        fits = rows * size * dtype.itemsize <= self.max_bytes
         return fits and (self.sends_words(rows, size, dtype) or self.inboxes.takes(rows, size, dtype, words=False))
 
     def all_reduce(self, part: Tensor) -> Tensor:
@@ -104,4 +104,4 @@ class OneShot:
     def _right(self, rows: int, reduce: Callable[[Tensor], Tensor]) -> bool:
         part = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
         wanted, summed = reduce(part.clone()).float(), self.all_reduce(part).float()
-        return bool((summed - wanted).abs().max() <= MOST_DRIFT * wanted.abs().max())
+        return bool((summed - wanted).abs().max() <= MAX_DRIFT * wanted.abs().max())

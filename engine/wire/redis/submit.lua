@@ -2,7 +2,7 @@
 -- ARGV: the values below, then for each prompt: id, payload, prompt tokens, choices, digests of its prefixes.
 -- `once`, `body`: idempotency key and digest of the body; '' for none.  `on_time_excess`, `late_excess`: maximum prompt
 -- tokens, this request's included, by which the on-time lane, or both lanes, may exceed the engines' free capacity.
--- `target`: ms after which the request moves to the late lane.  `most_requests`, `most_bytes`: maximum waiting
+-- `target`: ms after which the request moves to the late lane.  `max_requests`, `max_bytes`: maximum waiting
 -- requests, and maximum bytes of their payloads.
 -- `size_class`: the request's size class, see "Order" in KEYS.md.  `extra`: tokens that each prompt counts for in
 -- addition to its own.
@@ -10,7 +10,7 @@
 -- with only this tenant, {id, body} of an earlier request with the same key}.
 local gateway, tenant, weight, priority, deadline, retain = unpack(ARGV, 1, 6)
 local once, body, record, first_id = unpack(ARGV, 7, 10)
-local on_time_excess, late_excess, target, most_requests, most_bytes, size_class, extra = unpack(ARGV, 11, 17)
+local on_time_excess, late_excess, target, max_requests, max_bytes, size_class, extra = unpack(ARGV, 11, 17)
 local FIRST = 18  -- first prompt in ARGV
 
 local free, duplicate, prompt_tokens, bytes, shortest = free_capacity(), {}, 0, 0, nil
@@ -22,7 +22,7 @@ local asked = prompt_tokens + extra * (#ARGV - FIRST + 1) / 5
 
 local function is_full()
   local requests = call('HLEN', P .. 'waiting') + (#ARGV - FIRST + 1) / 5
-  return requests > tonumber(most_requests) or bytes + (call('GET', P .. 'queued_bytes') or 0) > tonumber(most_bytes)
+  return requests > tonumber(max_requests) or bytes + (call('GET', P .. 'queued_bytes') or 0) > tonumber(max_bytes)
 end
 
 local function choose_lane()  -- returns the lane with free capacity for these prompts; nil: neither lane has

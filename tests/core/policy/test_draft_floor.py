@@ -92,7 +92,7 @@ def gain(
         found = [
             (seq, Draft(at, [1] * text.length, text.match, 0))
             for at, seq in enumerate(seqs[:count])
-            if text.match >= control.least_match(count) and luck.random() < text.share
+            if text.match >= control.min_match(count) and luck.random() < text.share
         ]
         counts = control.choose(found, count, 512) if found else []
         tokens, alone, took = count, speed * machine.step(count, 0), speed * machine.step(count, sum(counts))

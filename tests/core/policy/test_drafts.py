@@ -8,7 +8,7 @@ from quire.engine.core.plan import Draft
 from quire.engine.core.policy.drafts import (
     KNOWN,
     MATCHES,
-    MOST_CREDIT,
+    MAX_CREDIT,
     PROBE_TOKENS,
     PROBES,
     SEARCHES,
@@ -109,10 +109,10 @@ def test_nothing_is_drafted_before_a_step_without_drafts_was_measured() -> None:
 
 def test_short_matches_are_not_looked_for_where_they_never_pay() -> None:
     control, (seq,) = controller(64, DECODE_S / 64 / 2), sequences(1)
-    assert control.least_match(64) == 2
+    assert control.min_match(64) == 2
     teach(control, seq, 0, match=2)
     teach(control, seq, LENGTH, match=8)
-    found = [control.least_match(64) for _ in range(2 * SEARCHES)]
+    found = [control.min_match(64) for _ in range(2 * SEARCHES)]
     assert sorted(set(found)) == [2, 4]
     assert found.count(2) == 2
     assert set(found) < set(MATCHES)
@@ -187,7 +187,7 @@ def test_wrong_drafts_lose_no_more_than_the_account_holds() -> None:
         if count:
             control.record(DECODE_S * (1 + count / 4), 1, count, 0, 0.0)
             lost += count / 4
-    assert 0 < lost <= MOST_CREDIT + 2 * PROBES * steps
+    assert 0 < lost <= MAX_CREDIT + 2 * PROBES * steps
 
 
 def test_a_step_that_only_drafts_can_pay_for_is_shortened() -> None:

@@ -175,7 +175,7 @@ def test_a_block_of_the_warm_up_counts_for_the_tenant_that_finds_it() -> None:
 
 
 def test_memory_and_the_work_of_one_eviction_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eviction, "MOST_MOVES", 8)
+    monkeypatch.setattr(eviction, "MAX_MOVES", 8)
     cache, moves = Cache(96), list[int]()
     for _ in range(2):
         for tenant in range(6):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.core.policy.fairness import MOST_VISITS, Shares
+from quire.engine.core.policy.fairness import MAX_VISITS, Shares
 from quire.engine.core.sequence import Sequence, State
 from quire.engine.wire.messages import Generate, Sampling
 from quire.loadtest.studies.baselines import MODES
@@ -328,7 +328,7 @@ def test_a_plan_with_hundreds_of_tenants_takes_a_bounded_search(blocks: int, pro
     """With 800 running sequences of as many tenants a plan took 1.4 s.  No request is forgotten by the searches."""
     rig = Rig(blocks=blocks, max_seqs=256, step_tokens=4_096)
     last_try = 2 * 256  # a try begins below the bound; here it needs no preemption, or finds none
-    assert max(visits_of_plans(rig, 300, prompt)) <= MOST_VISITS + last_try
+    assert max(visits_of_plans(rig, 300, prompt)) <= MAX_VISITS + last_try
     assert len(rig.finishes) == 300
 
 
@@ -351,7 +351,7 @@ def test_a_search_in_vain_goes_on_where_it_ended() -> None:
         before = len(tried)
         if (found := fairness.favoured(())) is not None:
             break
-        assert (len(tried) - before) * batch.running <= MOST_VISITS + 2 * batch.running
+        assert (len(tried) - before) * batch.running <= MAX_VISITS + 2 * batch.running
         batch.step += 1
     assert found is not None
     assert found[0].request.id == waiting[-1]

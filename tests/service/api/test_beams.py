@@ -181,7 +181,7 @@ def test_without_max_tokens_the_answers_are_as_long_as_the_pool_allows() -> None
     assert fitting.fit(valid, [[1, 2, 3]], LIMITS) == [64 - 3]
     assert fitting.fit(valid, [[1] * 32], LIMITS) == [80 - 32]
     rooms = fitting.fit(valid, [[1] * 32], LIMITS)
-    assert Beams(5).most_blocks(32, 32 + rooms[0], 16) <= 20 < Beams(5).most_blocks(32, 33 + rooms[0], 16)
+    assert Beams(5).max_blocks(32, 32 + rooms[0], 16) <= 20 < Beams(5).max_blocks(32, 33 + rooms[0], 16)
 
 
 def engines(*widths: int) -> list[EngineLoad]:

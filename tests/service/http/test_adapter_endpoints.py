@@ -323,8 +323,8 @@ async def test_models_come_in_pages(serve: Serve, root: Path) -> None:
 async def test_the_list_has_a_bound(
     serve: Serve, fake: FakeEngine, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.engine.wire.adapter_list.MOST_NAMES", 1)
-    monkeypatch.setattr("quire.service.delivery.adapters.MOST_NAMES", 1)
+    monkeypatch.setattr("quire.engine.wire.adapter_list.MAX_NAMES", 1)
+    monkeypatch.setattr("quire.service.delivery.adapters.MAX_NAMES", 1)
     served = await ready(await serve(lora_dir=str(root)))
     assert (await post(served, LOAD, {"lora_name": "one", "lora_path": "good"}))[0] == 200
     status, answer = await post(served, LOAD, {"lora_name": "two", "lora_path": "good"})

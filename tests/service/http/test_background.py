@@ -236,7 +236,7 @@ async def test_one_whose_tokens_are_gone_is_reported_as_failed(serve: Serve, too
     served = await serve(tools_tokenizer)
     made: dict[str, Any] = {"id": f"resp_{1:032x}", "status": "in_progress", "output": []}
     await served.streams.responses.put(
-        "key ", made["id"], json.dumps(made).encode(), ended=False, ttl_ms=60_000, most_bytes=2**20, given=b"[]",
+        "key ", made["id"], json.dumps(made).encode(), ended=False, ttl_ms=60_000, max_bytes=2**20, given=b"[]",
         lease_ms=1,
     )  # fmt: skip
     found = await ended(served.session, made["id"])

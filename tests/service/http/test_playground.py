@@ -15,7 +15,7 @@ from tests.service.fakes import Served
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "service" / "web"
-MOST_BYTES = 100_000  # of all files of the playground, vendored ones included
+MAX_BYTES = 100_000  # of all files of the playground, vendored ones included
 # Path below the root of the site -> file.
 FILES = {
     prefix + str(path.relative_to(ROOT / "service" / folder)): path
@@ -29,7 +29,7 @@ Serve = Callable[..., Awaitable[Served]]
 def test_the_page_is_small() -> None:
     """Of the playground, which uses nothing outside its folder.  The API reference may use the playground's files."""
     own = [path for path in FOLDER.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in own) <= MOST_BYTES
+    assert sum(path.stat().st_size for path in own) <= MAX_BYTES
     for path in own:
         if path.suffix in (".js", ".html") and path.parent == FOLDER:
             assert not re.search(r"docs\.js|[\"'/]\.\./", path.read_text(encoding="utf-8")), path.name

@@ -78,7 +78,7 @@ SCORES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"logprobs": True, "top_logprobs": 3},
     "/v1/responses": {"include": ["message.output_text.logprobs"]},
 }
-MOST_SCORED = 8000  # characters of an answer with log probabilities: 4 entries each, 4 choices, 131,072 in all
+MAX_SCORED = 8000  # characters of an answer with log probabilities: 4 entries each, 4 choices, 131,072 in all
 READY_S = 60.0
 TRIES = 3
 LIMIT_S = 0.05
@@ -122,7 +122,7 @@ def cases(seed: int, chars: int) -> Iterator[Case]:
             path,
             tools="tool_calls" in known().response_templates[notation]["fields"] and dice.random() < 0.8,
             stops=dice.random() < 0.5,
-            scores=dice.random() < 0.4 and len(answer) <= MOST_SCORED,
+            scores=dice.random() < 0.4 and len(answer) <= MAX_SCORED,
             n=dice.choice((1, 1, 2, 4)),
         )
         yield Case(notation, answer, path, fields)

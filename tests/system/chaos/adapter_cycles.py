@@ -70,7 +70,7 @@ class Cycles:
             lora_slots=2,
             lora_memory_gib=2.5 * max(sizes) / 2**30,
         )
-        self._most_bytes = 2.5 * max(sizes)
+        self._max_bytes = 2.5 * max(sizes)
         self.answers = self.wrong = 0
 
     async def ask(self, client: aiohttp.ClientSession, model: str, which: str, at: int) -> None:
@@ -135,7 +135,7 @@ class Cycles:
             len(os.listdir("/proc/self/fd")),
             threading.active_count(),
             len(lasting),
-            max(0, counts.held_bytes + counts.kept_bytes - math.floor(self._most_bytes)),
+            max(0, counts.held_bytes + counts.kept_bytes - math.floor(self._max_bytes)),
         )
 
 

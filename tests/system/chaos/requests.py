@@ -50,7 +50,7 @@ SLICE = 200  # requests between two looks at what they left
 TOOLS = "tools"  # the template of a model that thinks and calls tools
 WORLDS = (TOOLS, *sorted(TEMPLATES))
 UNITS = 200  # bound on a turn of the event loop, in python_s(): 100 ms on a machine of 2026
-MOST_SAID = 3000  # characters of a failure, as it is found
+MAX_SAID = 3000  # characters of a failure, as it is found
 RESTS = 2500  # looks at what is left, 20 ms apart or more: what no gateway settles, a reading of the fleet settles
 IDS = 100  # ids of answers kept, to come back to
 KEY, FREE = "a", "b"  # API keys: of a tenant with quotas, and of one without
@@ -283,7 +283,7 @@ class World:
     def _blame(self, whom: str, wrong: list[str]) -> None:
         for one in wrong:
             self.found.failures.append(f"{whom}: {one}")
-            self._say(self.found.failures[-1][:MOST_SAID])
+            self._say(self.found.failures[-1][:MAX_SAID])
 
 
 async def leftovers(client: Any, namespace: str) -> list[str]:

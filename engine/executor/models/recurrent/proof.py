@@ -21,7 +21,7 @@ from quire.engine.executor.attention import NAME
 from quire.engine.executor.errors import UnsupportedModel, one_line
 from quire.engine.executor.kv_cache import Caches, KVShape, allocate
 from quire.engine.executor.models.fused import Forward
-from quire.engine.executor.models.probe import FIRST, MOST_DRIFT, MOST_DRIFT_OF_ROUNDED_INPUTS, PROBE, Probe
+from quire.engine.executor.models.probe import FIRST, MAX_DRIFT, MAX_DRIFT_OF_ROUNDED_INPUTS, PROBE, Probe
 from quire.engine.executor.models.recurrent.states import States, StateShape
 from quire.engine.executor.step_tensors import AttentionPlans, StepTensors
 
@@ -80,7 +80,7 @@ def prove_recurrent(
 
     rounds_inputs: as in `prove_served`.  Raises UnsupportedModel if a step fails or its logits are not the probe's."""
     kind, count, first = model.config.model_type, CHUNK * CHUNKS, FIRST
-    most = MOST_DRIFT_OF_ROUNDED_INPUTS if rounds_inputs else MOST_DRIFT[model.dtype]
+    most = MAX_DRIFT_OF_ROUNDED_INPUTS if rounds_inputs else MAX_DRIFT[model.dtype]
 
     def fresh() -> tuple[States, Caches]:
         states = States(shapes, 3, 0, model.dtype, model.device)

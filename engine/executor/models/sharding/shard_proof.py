@@ -22,7 +22,7 @@ from quire.engine.executor.ranks.ranks import Ranks
 
 SMALL_VOCAB = 509  # prime, so that the last rank's logits are padded
 # Maximum difference of logits, as a share of the largest.  Another order of summation gives 1e-5, a wrong shard 0.1.
-MOST_DRIFT = 1e-3
+MAX_DRIFT = 1e-3
 
 
 def kinds(sharding: Sharding) -> set[str]:
@@ -70,7 +70,7 @@ def prove_parts(whole: PreTrainedModel, parts: PreTrainedModel, sharding: Shardi
     # Rounding may change the expert of a token in a mixture: so the median token decides.
     each = (logits - wanted.logits).abs().amax(-1) / wanted.logits.abs().max()
     # All ranks must decide equally.
-    if not ranks.all_min(bool(each.median() < MOST_DRIFT)):
+    if not ranks.all_min(bool(each.median() < MAX_DRIFT)):
         table = "the shards of transformers' table do not add up to the unsharded model"
         raise UnsupportedModel(
             f"{kind}: --tensor-parallel: {table} (logits differ by {drift_of(logits, wanted.logits):.0e})"

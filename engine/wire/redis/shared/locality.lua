@@ -260,7 +260,7 @@ local function chooser(me, now)
       if id ~= first.id then size, due = claimable(id, now) end
       local in_lane = lane == 'late' or not due or due > now or id == first.id
       -- Here the request would wait for other adapter loads; another engine may have its adapter, or load it sooner.
-      local waits, left = window.lacks[at] and so_far.loads >= MOST_LOADS, window.left[at]
+      local waits, left = window.lacks[at] and so_far.loads >= MAX_LOADS, window.left[at]
       if size and size <= most and in_lane and not waits and not left then
         local limit = not urgent and left_until(lane, window, at, size, lane == 'on_time' and due or nil)
         if not limit then
