@@ -27,7 +27,7 @@ from quire.engine.wire.prefixes import PrefixReport, PublishedPrefixes
 from quire.engine.wire.records import ANY_TOKENS, Claim, SyncReply
 from quire.engine.wire.scripts import CLOSE, OPEN, OTHERS, REJOIN, SYNC
 
-RESET_ORDER = b"!reset_prefix_cache"  # an engine of an earlier release takes it for the abort of an unknown request
+RESET_ORDER = b"!reset_prefix_cache"  # engines of earlier releases read it as the abort of an unknown request
 
 
 class EngineSide:
@@ -51,7 +51,7 @@ class EngineSide:
         self.pool_states = PoolStateStore(self._link)
         self._session = uuid.uuid4().hex  # id of this process; an earlier engine of the same name has another
         self._seq = 0  # sequence number of the last sync with Redis
-        self.queue_share = 0.0  # requests that waited after the last sync, divided by the engines
+        self.queue_share = 0.0  # waiting requests per engine after the last sync
         self.watched = False  # whether a gateway watched the engines' blocks at the last sync
         self._epoch = "0"  # lease epoch; another epoch in Redis means that the lease lapsed
         self._registered = False
@@ -208,7 +208,7 @@ class EngineSide:
     def _arguments(
         self, load: EngineLoad, room: tuple[int, int, int], costs: PrefixReport, logged: token_log.Entries, **more: Any
     ) -> dict[str, Any]:
-        """Return the named arguments of the sync script, which sync.lua documents."""
+        """Return the named arguments of the sync script; for their meaning see sync.lua."""
         free_tokens, free_requests, claim_tokens = room
         return {
             **more,

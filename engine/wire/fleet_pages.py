@@ -17,7 +17,7 @@ import msgspec
 from quire.engine.wire.messages import EngineLoad
 
 PASS_MS = 1_000  # if the current pass began this long ago, fleet() reads all its remaining pages at once
-LEASE_HEAD = struct.Struct(">dd")  # beginning of a lease: number of the change, unix ms of the sync
+LEASE_HEAD = struct.Struct(">dd")  # beginning of a lease: version, unix ms of the sync
 
 _decode = msgspec.msgpack.Decoder(EngineLoad).decode
 
@@ -28,7 +28,7 @@ class FleetPage(NamedTuple):
     leases: list[bytes]
     following: bytes  # name of the page's last engine; b"": this is the last page
     engines: int  # number of engines in the page, changed or not
-    last_change: int  # number of the last change of any engine
+    last_change: int  # highest lease version of all engines
     known: bool  # Redis has this gateway's last heartbeat; False: this is the first page, with all its leases
     time_ms: int  # unix time of the reading
 
@@ -43,7 +43,7 @@ class FleetPages:
     def start_afresh(self) -> None:
         """Read every lease again, beginning with the first page."""
         self._after = b""  # name of the engine before the next page
-        # Engine name before a page -> number of the last change when the page was read, in the last and in this pass.
+        # Engine name before a page -> highest lease version when the page was read, in the last and in this pass.
         self._read: dict[bytes, int] = {}
         self._reading: dict[bytes, int] = {}
         self._pass_ms = 0  # unix time at which the first page of this pass was read
@@ -51,7 +51,7 @@ class FleetPages:
         self._passes = 0  # complete passes since start_afresh()
 
     def position(self) -> tuple[bytes, int]:
-        """Return (engine name before the next page, number of the last change read of this page)."""
+        """Return (engine name before the next page, highest lease version at the last reading of this page)."""
         if self._reread:
             return self._after, 0
         # If page boundaries have moved, a page may have no entry; the first page's number is a safe lower bound.

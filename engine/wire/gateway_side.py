@@ -58,8 +58,8 @@ from quire.engine.wire.withdrawals import FOR_ALL, UNREAD, Withdrawal, Withdrawa
 
 log = logging.getLogger("quire.bus")
 
-PLACES_COUNT = 1000  # maximum requests per script that reads places
-KEEP_COUNT = 1000  # maximum requests per script that keeps logs
+PLACES_COUNT = 1000  # maximum requests per script that reads queue positions
+KEEP_COUNT = 1000  # maximum requests per script that extends the lifetime of logs
 NO_BOUNDS = QueueBounds()
 READ_DELTAS = 1000  # Deltas and messages after which other tasks of the event loop run
 
@@ -94,7 +94,7 @@ class GatewaySide:
         self._engines = FleetPages()
         channel = f"{self._link.prefix}tokens:{token_messages.channel_of(gateway)}"
         self._tokens = Subscription(self._reader, channel, self._on_missed)
-        self._undealt: TokenBatch | None = None  # a batch that the caller of batches() has not processed yet
+        self._undealt: TokenBatch | None = None  # batch that the caller of batches() has not processed yet
         self.rounds = 0  # reads by batches() whose batch, if any, was processed
         self._withdrawals = Withdrawals(self._send_withdrawals)
 
@@ -224,8 +224,8 @@ class GatewaySide:
 
         Every Delta that is not in the reply arrives through batches(), with two exceptions.  Some Deltas arrive twice
         (compare `first`).  If some are missing after the attachment, an empty Delta follows whose `first` lies beyond
-        the known tokens, and log() returns the missing tokens.  For a finished request, each choice has a Finish.
-        Without `listen` the log is only read.  Raises BusDown after PATIENCE_S."""
+        the tokens received so far, and log() returns the missing tokens.  For a finished request, each choice has a
+        Finish.  Without `listen` the log is only read.  Raises BusDown after PATIENCE_S."""
         reply = await self._link.run_script(ATTACH, request_id, self._gateway if listen else "")
         if reply is None:
             return None
@@ -249,8 +249,8 @@ class GatewaySide:
     async def settle(self, delivered: list[tuple[str, str, list[int]]]) -> list[Usage]:
         """Record in the usage ledger how many output tokens of each choice were sent to a client.
 
-        `delivered`: (request id, tenant, tokens sent per choice).  Counts never fall, and repeated calls count once.
-        Raises BusDown after PATIENCE_S."""
+        `delivered`: (request id, tenant, tokens sent per choice).  Counts never decrease, and repeated calls count
+        once.  Raises BusDown after PATIENCE_S."""
         words: list[bytes | str | int] = []
         for request_id, tenant, counts in delivered:
             words += (request_id, tenant, len(counts), *counts)

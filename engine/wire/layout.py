@@ -1,6 +1,6 @@
 """Version, times to live and limits of the data in Redis, shared by Python and the Lua scripts.
 
-The loader (scripts.py) replaces these names by their numbers in each script.  The keys are in `redis/KEYS.md`.
+The loader (scripts.py) replaces these names by their values in each script.  The keys are in `redis/KEYS.md`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ TOKEN_CHANNELS = 4
 TAIL = 16  # syncs after which an engine flushes its tokens to the logs
 # Bytes of the unflushed tail after which the engine flushes it early, since a long flush keeps Redis busy for ms.
 TAIL_BYTES = 2**20
-MEMORY_MS = 3_600_000  # how long a silent engine is remembered
+MEMORY_MS = 3_600_000  # how long Redis keeps the state of an engine that does not sync
 GATEWAY_MS = 5_000  # a gateway that has not read the fleet for this long is dead
 OUTPUT_COST = 2  # prompt tokens that one output token counts for in a tenant's counter (VTC's w_q / w_p)
-PLACES = 2**40  # places per priority class; 2**13 classes times PLACES is exact in a double
-SIZES = 2**33  # places per size class in the on-time lane: after 2**33 arrivals the classes would overlap
-FRONT = 2**50  # subtracted from the place of a request that has produced tokens: it precedes every priority class
+PLACES = 2**40  # queue positions per priority class; 2**13 classes times PLACES is exact in a double
+SIZES = 2**33  # queue positions per size class in the on-time lane: after 2**33 arrivals the classes would overlap
+FRONT = 2**50  # subtracted from the queue position of a request that has produced tokens: it precedes every class
 MOVES = 256  # maximum requests that one script moves from the on-time lane to the late lane
 AWAY_MS = 1_000  # if no gateway has read the fleet for this long, Redis counts as having been away
 # A lease that lapses this soon after Redis was away does not count as a death: engines take up to 5 s to reconnect.
@@ -38,13 +38,13 @@ QUOTA_CHECKS = 128  # maximum requests checked per reading of the fleet, 3 us ea
 DIGEST_BYTES = 8  # bytes of a prefix digest
 PREFIX_BLOCK = 64  # tokens between digests of short prefixes; a multiple of every engine's block size
 PREFIX_DENSE = 16  # number of digests at multiples of PREFIX_BLOCK
-PREFIX_STEPS = 8  # number of digests in each doubling of the length after these
+PREFIX_STEPS = 8  # number of digests per doubling of the length beyond PREFIX_DENSE * PREFIX_BLOCK tokens
 PREFIX_COUNT = 64  # maximum digests per prompt; the last one covers 65,536 tokens
 WINDOW = 32  # requests at the head of a tenant's queue among which an engine chooses by prefix
 # Maximum requests that one sync examines without claiming them; then it claims in queue order.  Each takes Redis about
 # 20 us, and with one request of each of many tenants it would examine all of them.
 TRIES = 128
-PATIENCE_PERCENT = 75  # % of the time left until its TTFT target after which a passed-over on-time request goes first
+PATIENCE_PERCENT = 75  # % of the remaining time to its TTFT target after which a passed-over on-time request goes first
 # A request may be passed over for at most this many load times of its LoRA adapter.
 LOADS_PASSED = 1
 MAX_LOADS = 2  # while this many adapter loads wait in an engine, it claims no request that needs another load
@@ -52,7 +52,7 @@ MAX_LOADS = 2  # while this many adapter loads wait in an engine, it claims no r
 # finds them for this long, the request ends with an error.
 LACKING_MS = 5_000
 RECOMPUTE = 2  # cost factor of a prompt token cached on another engine: its compute time and the eviction it causes
-PACE_TOKENS = 32  # number of decode steps that count in an engine's cost of a request
+PACE_TOKENS = 32  # decode steps that count in an engine's cost of a request
 RESPONSE_BYTES = 1024  # bytes counted per stored response in addition to its input and output
 # Maximum engines per reading of the fleet; a larger fleet takes several readings.
 READING_ENGINES = 256

@@ -311,9 +311,9 @@ class _Doubt:
 
 
 class _Pool(aioredis.BlockingConnectionPool):
-    """Connections to one server.  Waiting commands get one in the order in which they asked.
+    """Connections to one server.  Waiting commands get a connection first in, first out.
 
-    redis-py's own pool lets a new command overtake those that wait, so in a burst one of them could wait for seconds.
+    redis-py's own pool lets new commands overtake waiting commands, so in a burst one command could wait for seconds.
     """
 
     nodes: Nodes  # set by the Link that owns this pool
@@ -321,7 +321,7 @@ class _Pool(aioredis.BlockingConnectionPool):
     def __init__(self, max_connections: int, **options: Any) -> None:
         super().__init__(max_connections, **options)
         self._places = asyncio.Semaphore(max_connections)  # first in, first out
-        self._held = set[AbstractConnection]()  # connections in use, each with one place
+        self._held = set[AbstractConnection]()  # connections in use; each has acquired the semaphore once
 
     async def get_connection(self, *_: Any, **__: Any) -> AbstractConnection:
         """Return a connection.  Raises redis' ConnectionError if none is free for `timeout` seconds."""
@@ -355,7 +355,7 @@ class _Pool(aioredis.BlockingConnectionPool):
         await super().ensure_connection(connection)
 
     async def drop_idle(self) -> None:
-        """Close the connections that no command uses now.
+        """Close the idle connections.
 
         Running commands keep their connections.  If one leads to the wrong server, its command fails, and the
         connection is idle and closed before the retry."""
@@ -365,6 +365,6 @@ class _Pool(aioredis.BlockingConnectionPool):
 
 
 def interrupt(limit: asyncio.Timeout) -> None:
-    """Let the block that this timeout bounds end with TimeoutError now, unless it has ended."""
+    """End the block under this timeout with TimeoutError now, unless it has ended."""
     with contextlib.suppress(RuntimeError):
         limit.reschedule(asyncio.get_running_loop().time())

@@ -53,7 +53,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def alternatives(self) -> int:
-        """Number of log-probabilities per generated position, the sampled token's not counted; -1: none at all."""
+        """Number of log-probabilities per generated position besides the sampled token's; -1: none at all."""
         return len(self.logprob_token_ids) if self.logprobs >= 0 and self.logprob_token_ids else self.logprobs
 
 
@@ -62,7 +62,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 LATER_FIELDS = ("bad_words", "logprob_token_ids")
 PREDICTIONS = "predicted"  # name in EngineLoad.honours if the engine takes drafts from Generate.predicted
 ADAPTERS = "adapter"  # name in EngineLoad.honours if the engine supports Generate.adapter
-LEAVES_ADAPTERS = "no_adapter"  # name in it if the engine supports no adapters and leaves their requests to others
+LEAVES_ADAPTERS = "no_adapter"  # name in it if the engine supports no adapters and returns requests that need one
 
 
 class Beams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -70,12 +70,12 @@ class Beams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     width: int  # number of beams, >= 1
     length_penalty: float = 1.0  # an answer's score is the sum of its log-probabilities / length ** length_penalty
-    # True: stop at `width` answers.  False: stop when no running beam would beat them if it ended now.  "never": stop
-    # when no running beam could beat them at any length.
+    # True: stop at `width` finished answers.  False: stop when no running beam, if it ended now, would score higher
+    # than these answers.  "never": stop when no running beam could score higher at any length.
     early_stopping: bool | Literal["never"] = False
 
     def max_blocks(self, prompt: int, longest: int, block_size: int) -> int:
-        """Return the maximum number of blocks that a search holds.
+        """Return the maximum number of KV blocks that a search holds.
 
         `prompt`: tokens of the prompt, whose full blocks all beams share.  `longest`: maximum tokens of a beam, prompt
         included.  `block_size`: tokens per block."""
@@ -195,7 +195,7 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     cached_blocks: int  # the part of free_blocks that holds cached prefixes
     running: int  # running sequences
     waiting: int  # sequences inside the engine that are preempted or not yet started
-    waiting_tokens: int  # known tokens of the waiting sequences: prompts and output so far
+    waiting_tokens: int  # tokens of the waiting sequences: prompts and output so far
     time_ms: int  # unix time of this report on the engine's own clock; other processes may only compare it for changes
     tokens_per_s: float = 0.0  # output tokens/s, moving average over the time in which requests wait
     blocks_per_s: float = 0.0  # blocks per second freed by finished sequences, average over the same time
@@ -213,12 +213,12 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     swapped_in_bytes: int = 0  # bytes copied back to the device since start
     paused: int = 0  # sequences that keep their blocks and wait because the pool is full; not in `running`
     pauses: int = 0  # times that a sequence was paused since start
-    # Forecast accuracy: (q, outputs compared, outputs within the q-quantile predicted at their start).  If the forecast
-    # is right, the ratio of the two counts is q.
+    # Forecast accuracy: (q, finished outputs, outputs no longer than the q-quantile predicted at their start).  With a
+    # correct forecast the ratio of the two counts is q.
     length_calibration: list[tuple[float, int, int]] = []
-    peaks_judged: int = 0  # predicted bounds on the blocks of all running sequences, compared with the blocks held
-    peaks_passed: int = 0  # number of these bounds that were exceeded
-    peaks_bound_blocks: int = 0  # sum of the bounds, blocks
+    peaks_judged: int = 0  # predictions of the peak number of blocks that were compared with the actual peak
+    peaks_passed: int = 0  # number of these predictions that the actual peak exceeded
+    peaks_bound_blocks: int = 0  # sum of the predicted peaks, blocks
     peaks_blocks: int = 0  # sum of the actual peaks, blocks
     audits: int = 0  # checks of the block accounting since start
     alarms: int = 0  # checks that found an accounting error
@@ -230,15 +230,15 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     eos_ids: list[int] = []  # EOS tokens, which end an answer unless the request ignores them
     grammars: bool = False  # whether the engine supports Sampling.grammar
     beams: int = 0  # maximum Beams.width that the engine supports; 0: no beam search
-    # Blocks that static allocation would hold for the sequences in the batch, each at its maximum length.
+    # Blocks that static allocation would reserve for the sequences in the batch, each at its maximum length.
     static_blocks: int = 0
-    slots_filled: float = 0.0  # fraction of the KV positions in held blocks with a token, 0 to 1; updated each second
+    slots_filled: float = 0.0  # fraction of the KV positions in allocated blocks that have a token; updated each second
     honours: list[
         str
     ] = []  # newer request fields that the engine supports: LATER_FIELDS, PREDICTIONS, (LEAVES_)ADAPTERS
     adapters: list[str] = []  # LoRA adapters in its device slots, as in Generate.adapter
-    drafts: dict[str, tuple[int, int]] = {}  # (computed, accepted) since start, by source; empty: drafts off
-    refused_drafts: int = 0  # drafts found since start that steps did not compute, because they would not have paid
+    drafts: dict[str, tuple[int, int]] = {}  # draft tokens (verified, accepted) since start, by source; empty: off
+    refused_drafts: int = 0  # drafts since start that no step verified: their predicted speed-up was too small
     jumped_tokens: int = 0  # output tokens since start that a grammar forced and that took no decode step
 
 

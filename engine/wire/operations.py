@@ -35,7 +35,7 @@ class Operations:
         ]
 
     async def reset_prefix_caches(self) -> list[str]:
-        """Order every engine with a live lease to empty its prefix cache; return the names of these engines.
+        """Send every engine with a live lease the command to empty its prefix cache; return the names of these engines.
 
         Each engine empties its cache between two steps, after its next sync.  Raises BusDown after PATIENCE_S."""
         return [engine.decode() for engine in await self._link.run_script(RESET_PREFIX_CACHES)]

@@ -19,7 +19,7 @@ import msgspec
 from quire.engine.wire.layout import DIGEST_BYTES, PREFIX_BLOCK, PREFIX_COUNT, PREFIX_DENSE, PREFIX_STEPS
 
 MAX_HELD = 8192  # maximum published digests of ended requests per engine: about 0.6 MB in Redis
-MAX_PUBLISHED = 2**17  # maximum published digests, open requests included; beyond it only reported ones are kept
+MAX_PUBLISHED = 2**17  # maximum published digests, open requests included; beyond it only digests from reports are kept
 
 
 def _lengths() -> list[int]:
@@ -73,14 +73,14 @@ class PrefixReport(msgspec.Struct, frozen=True):
     removed: list[bytes] = []  # digests of prefixes that left its cache; applied before `added`
     token_us: float = 0.0  # microseconds per prompt token, in addition to the decode-only step; 0: unknown
     step_us: float = 0.0  # microseconds of a decode-only step with the sequences that run now
-    backlog: int = 0  # prompt tokens of claimed requests that are not computed yet
+    backlog: int = 0  # prompt tokens of claimed requests whose prefill is still to do
     # Microseconds until one more LoRA adapter would be loaded; 0: unknown; negative: the engine takes no adapters.
     load_us: float = 0.0
     loads: int = 0  # adapters that wait for their load
 
 
 class PublishedPrefixes:
-    """The digests that Redis should have for one engine, and the changes that the next sync must send."""
+    """The digests that one engine has published in Redis, and the changes that its next sync must send."""
 
     def __init__(self) -> None:
         self._held: set[bytes] = set()
@@ -114,7 +114,8 @@ class PublishedPrefixes:
         return "1", b"".join(added), b"".join(removed)
 
     def sent(self, *, vanished: bool) -> None:
-        """Record that Redis has the result of update().  `vanished`: it had no digests, so the next sync sends all.
+        """Record that the sync with the result of update() succeeded.  `vanished`: Redis had no digests of this engine,
+        so the next sync sends all.
 
         Digests expire with the lease, but a sync that arrives before a gateway notices the lapse is accepted."""
         self._afresh = vanished and bool(self._held)

@@ -69,7 +69,8 @@ class QuotaStore:
     async def take(
         self, tenant: str, quota: Quota, request_id: str, deadline_ms: int, prompts: Sequence[tuple[int, int]]
     ) -> Taken:
-        """Take the maximum that a request may use, all or nothing.  Repeated calls with the same id take it once.
+        """Take the maximum usage of a request from the quotas, all or nothing.  Repeated calls with the same id take it
+        once.
 
         `request_id`: id of the client's request; the id of its prompt i ends with ".i".  `prompts`: (prompt tokens,
         maximum output tokens of all choices) per prompt."""

@@ -38,7 +38,8 @@ class LaneQueue(msgspec.Struct, frozen=True):
 class QueueBounds(msgspec.Struct, frozen=True):
     """Limits of the queue for a new request, which itself counts in each of them.
 
-    The request joins the on-time lane if the tokens in this lane exceed the engines' free capacity by at most
+    The on-time lane has the requests whose predicted wait meets the TTFT target; the late lane has the others.  A
+    request joins the on-time lane if the tokens in this lane exceed the engines' free capacity by at most
     `on_time_excess`; larger requests of its tenant, which it would precede, do not count.  Otherwise it joins the late
     lane if the tokens of both lanes exceed the free capacity by at most `late_excess`.  Otherwise it is not queued."""
 
@@ -75,9 +76,9 @@ class Fleet(msgspec.Struct, frozen=True):
     time_ms: int  # unix time of this reading, on Redis' clock
     free_tokens: int = 0  # prompt tokens that the engines would still claim; engines silent for STALE_MS do not count
     tenants: dict[str, TenantQueue] = {}  # the TENANTS_SHOWN tenants of each lane that are next
-    # True: attach to every open request again, for one of three reasons.  This gateway has subscribed to its tokens
-    # again and may have missed some.  Or Redis has had no heartbeat of it for long, so that its requests may have other
-    # listeners.  Or Redis may have lost data, because it was restarted or a replica was promoted.
+    # True: the gateway must attach to every open request again, for one of three reasons.  This gateway has subscribed
+    # to its tokens again and may have missed some.  Or Redis has had no heartbeat of it for long, so that its requests
+    # may have other listeners.  Or Redis may have lost data, because it was restarted or a replica was promoted.
     forgotten: bool = False
     quarantined: int = 0  # number of requests in quarantine, because they killed their engines
     # Engine -> unix time of its last sync, on the clock of `time_ms`.  The bus thread syncs even while a step runs;
@@ -114,7 +115,7 @@ class Queue(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """The queue position of a waiting request."""
+    """Queue position of a waiting request."""
 
     lane: Lane
     ahead: int  # number of older requests in its lane; for a late request, plus all on-time requests
@@ -172,7 +173,8 @@ class SyncReply(msgspec.Struct, frozen=True):
     # a choice without a Finish has first == len(token_ids); a choice with a Finish sends no further Delta.
     resumed: dict[str, list[LoggedOutput]] = {}
     claims: dict[str, Claim] = {}  # request id -> claim, without default ones: see claim()
-    # Milliseconds after which the engine should sync again, because it has left a request to another engine; 0: none.
+    # Milliseconds after which the engine should sync again, because it left a request to another engine; 0: it left
+    # none.
     retry_ms: int = 0
     reset_prefix_cache: bool = False  # the engine must empty its prefix cache before it starts further requests
 

@@ -2,9 +2,9 @@
 
     "chatcmpl-" + 32 hexadecimal digits + ".0"  <-->  kind and digits, 16 bytes; 2 bytes more for further prompts
 
-The kind uses bits that are 0 in the digits until the year 2109, because the digits begin with unix milliseconds.  So
-the first byte is below 16, and no text begins with such a byte.  An id of any other form is sent as its text.  Both are
-MessagePack strings, because Lua's library has no binary type.  `text_id` in `redis/shared/log.lua` equals `unpack`.
+The digits begin with unix milliseconds, so their first bits are 0 until the year 2109, and the kind is stored there.
+So the first byte is below 16, and no text begins with such a byte.  An id of any other form is sent as its text.  Both
+are MessagePack strings, because Lua's library has no binary type.  `text_id` in `redis/shared/log.lua` equals `unpack`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     put()    ---> stores a new response or its next state, and evicts the holder's oldest responses
     get()    <--- one response; chain(): also the earlier responses that it continues
     drop()   ---> deletes a response
-    renew()  <--> renews leases of background responses, and takes over those of dead gateways
+    renew()  <--> renews leases of background responses, and takes over the responses of dead gateways
 
 A holder is a tenant, or an API key without a tenant.  For the keys see "Responses" in `redis/KEYS.md`.
 """

@@ -5,9 +5,9 @@ A script's source consists of the functions of `redis/shared/` that it uses, the
     local P ... local call ...  |  return (function() local function now_ms() ...  |  submit.lua  |  end)()
 
 Redis creates every function of a script again for each call, which takes 0.1 to 0.2 us per function.  Part of this time
-is the search for the variables that a function captures: Lua walks through all captured variables, the latest first.
-So the loader replaces the names of `layout.py` by their numbers.  It puts P and call, which nearly all functions use,
-into an enclosing function, where the search takes one step.
+is Lua's linear search for the variables that a function captures, the latest first.  So the loader replaces the names
+of `layout.py` by their values.  It puts P and call, which nearly all functions use, into an enclosing function, where
+the search takes one step.
 
 The first lines of each script document its arguments and its reply.  The keys are in `redis/KEYS.md`.
 """
@@ -43,7 +43,7 @@ SHARED = (
 
 
 def constants() -> dict[str, int]:
-    """Return the numbers of `layout.py`, name -> value."""
+    """Return the constants of `layout.py`, name -> value."""
     return {name: value for name, value in vars(layout).items() if name.isupper() and isinstance(value, int)}
 
 
@@ -52,7 +52,7 @@ def _read(name: str) -> str:
 
 
 def with_numbers(source: str) -> str:
-    """Replace the names of `layout.py` in a source by their numbers."""
+    """Replace the names of `layout.py` in a source by their values."""
     numbers = constants()
     return re.sub(r"\b[A-Z_]+\b", lambda word: str(numbers.get(word[0], word[0])), source)
 
@@ -100,9 +100,9 @@ def load(name: str) -> Script:
     return Script(_read(name))
 
 
-# Both sides run MEET when they open.
+# Run by both sides when they open.
 MEET = load("meet")
-# The gateway's side.
+# Run by gateways.
 SUBMIT, PLACES, CANCEL, KEEP = load("submit"), load("places"), load("cancel"), load("keep")
 ADOPT, FLEET, ATTACH, READ_LOG = load("adopt"), load("fleet"), load("attach"), load("read_log")
 FIND_DUPLICATE, RELEASE, SETTLE = load("find_duplicate"), load("release"), load("settle")
@@ -112,7 +112,7 @@ QUOTA_TAKE, QUOTA_RETURN = load("quota_take"), load("quota_return")
 RESPONSE_PUT, RESPONSE_GET = load("response_put"), load("response_get")
 RESPONSE_DROP, RESPONSE_LEASE = load("response_drop"), load("response_lease")
 ADAPTER_PUT, ADAPTER_GET, ADAPTER_DROP = load("adapter_put"), load("adapter_get"), load("adapter_drop")
-# The engine's side.
+# Run by engines.
 OPEN, CLOSE, OTHERS = load("open"), load("close"), load("others")
 REJOIN, SYNC = load("rejoin"), load("sync")
 REQUESTS_WAIT = load("requests_wait")

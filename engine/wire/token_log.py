@@ -64,7 +64,7 @@ class LoggedLogprobs(Sequence[TokenLogprob]):
 
 
 class LoggedOutput(msgspec.Struct, frozen=True):
-    """The log of one choice: exactly the tokens that its clients can have seen."""
+    """The log of one choice: exactly the tokens that a client may have received."""
 
     token_ids: list[int]  # token ids from output position 0
     finish: Finish | None = None  # None: the choice is being computed, or waits for an engine

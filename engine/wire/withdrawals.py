@@ -1,7 +1,8 @@
-"""Withdrawals: requests whose clients have left.  One task of the gateway sends them to Redis in batches.
+"""Withdrawals: requests to end because their clients have left.  One task of the gateway sends them to Redis in
+batches.
 
-Even if many streams end at once, each script withdraws at most SCRIPT_COUNT of them.  So Redis serves other commands
-between two scripts, and the gateway sends each id once.
+Even if many streams end at once, each script withdraws at most SCRIPT_COUNT requests, so Redis serves other commands
+between two scripts.  The gateway sends each id once.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Withdrawals:
                 if not await self._send(some):
                     return
             except Exception:
-                log.exception("%d withdrawals could not be sent and stay owed", len(self._owed))
+                log.exception("%d withdrawals could not be sent and stay pending", len(self._owed))
                 return
             for one in some:
                 self._owed.pop(one, None)

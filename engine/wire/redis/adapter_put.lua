@@ -1,7 +1,7 @@
 -- Store a LoRA adapter under a name, for all gateways.
 -- `value`: the encoded adapter.  `replace`: 1 to replace any other value.  `most`: maximum number of names.
 -- `expected`: a value that may be replaced, '' for none.
--- Returns 1: stored, or stored before by a retry; 0: the name has another value; -1: `most` names are in use.
+-- Returns 1: stored, now or by an earlier attempt; 0: the name has another value; -1: `most` names are in use.
 local name, value, replace, most, expected = unpack(ARGV)
 local known = call('HGET', P .. 'adapters', name)
 

@@ -1,5 +1,6 @@
 -- Run by an engine that closes.  `died`: '1' if it failed, '0' after a drain.
--- A failed engine is remembered, as after a lapse: the next engine with its name must not warm the same prefixes.
+-- A failed engine's state is kept, as after a lapsed lease: the next engine with its name must not warm the same
+-- prefixes.
 local engine, session, died = unpack(ARGV)
 local state = P .. 'engine:' .. engine
 

@@ -1,13 +1,11 @@
 -- Read the changed leases of one page of the engines, and the queue.  Remove dead gateways and engines.
--- `grace`: ms before requests of dead gateways are withdrawn.  `beat`: number of this heartbeat.
--- `after`: name of the engine before the page; '': the first page.  `since`: number of the last change that this
--- gateway has read of the page's engines; 0: none.  If Redis does not have the gateway's last heartbeat, it may have
--- lost data that the gateway has read, so it returns the first page with all leases.
--- Returns {
+-- `grace`: ms before requests of dead gateways are withdrawn.  `beat`: sequence number of this heartbeat.  `after`:
+-- name of the engine before the page; '': the first page.  `since`: highest lease version that this gateway has read of
+-- this page; 0: none.  If Redis does not have the gateway's last heartbeat, it may have lost data that the gateway has
+-- read, so it returns the first page with all leases.  Returns {
 --   changed leases of the page, Redis' unix ms, free capacity in prompt tokens, queue state, 1 if Redis had the last
---   heartbeat, number of quarantined requests, name of the page's last engine ('': it is the last page), number of
---   engines in the page, number of the last change
--- }.
+-- heartbeat, number of quarantined requests, name of the page's last engine ('': it is the last page), number of --
+-- engines in the page, highest lease version }.
 local gateway, grace, beat, after, since = unpack(ARGV)
 
 local function register_heartbeat()  -- returns 1 if Redis has the gateway's last heartbeat, else 0
@@ -48,8 +46,8 @@ local function remove_dead_engine(engine, died)
 end
 
 -- Read one page of the engines, in the order of their names, and remove engines without a lease.  `died`: whether a
--- lapse counts as a death.  Returns the leases whose number is larger than `since`, the name after which the next page
--- begins, and the number of remaining engines.
+-- lapse counts as a death.  Returns the leases whose version is larger than `since`, the name after which the next page
+-- begins, and the number of engines left in the page.
 local function read_page(died)
   local first = after == '' and '-' or '(' .. after
   local names, keys = call('ZRANGEBYLEX', P .. 'engines', first, '+', 'LIMIT', 0, READING_ENGINES + 1), {}

@@ -1,5 +1,5 @@
--- List the quarantined requests, oldest first, after deleting the entry `drop` ('' deletes none).
--- Returns {payload, attempts, tokens in the log, engine, unix ms} for each entry.
+-- Delete the quarantined request `drop` ('': none), then list the remaining ones, oldest first.  Returns {payload,
+-- attempts, tokens in the log, engine, unix ms} for each entry.
 local drop = ARGV[1]
 
 if drop ~= '' then

@@ -1,15 +1,14 @@
--- Take the maximum that a request may use from its tenant's quotas, all or nothing.
--- `requests`, `tokens`: quotas per minute; '': no such quota.  `at_once`: maximum concurrent requests; '': no such
--- quota; '-': a stored answer is sent again, so that no request runs and nothing is settled later.
--- `request`: id of the client's request, without a prompt's number; '': only read the buckets.
--- Then for each prompt: its tokens, maximum output tokens of all its choices.
--- Returns {exhausted quota ('': none), ms until its bucket has enough, ms until the bucket of requests is full, ms
--- until the bucket of tokens is full}.
+-- Take the maximum usage of a request from its tenant's quotas, all or nothing.  `requests`, `tokens`: quotas per
+-- minute; '': no such quota.  `at_once`: maximum concurrent requests; '': no such quota; '-': a stored answer is sent
+-- again, so that no request runs and nothing is settled later.  `request`: id of the client's request, without a
+-- prompt's number; '': only read the buckets.  Then for each prompt: its tokens, maximum output tokens of all its
+-- choices.  Returns {exhausted quota ('': none), ms until its bucket has enough, ms until the bucket of requests is
+-- full, ms until the bucket of tokens is full}.
 local tenant, requests, tokens, at_once, request, deadline = unpack(ARGV, 1, 6)
 local FIRST = 7  -- first prompt in ARGV
 local key, held, open = P .. 'quota:' .. tenant, P .. 'quota_held:' .. tenant, P .. 'quota_open:' .. tenant
 local now, prompts = now_ms(), (#ARGV - FIRST + 1) / 2
-local cost = {requests = 0, tokens = 0}  -- ms by which the request moves each bucket
+local cost = {requests = 0, tokens = 0}  -- ms by which the request moves each bucket's fill time
 local token_ms = tokens == '' and 0 or QUOTA_MS / tokens
 
 local function is_open(id)  -- whether a request is concurrent: a prompt has not ended, or its submit is running

@@ -1,6 +1,6 @@
 -- Run by an engine whose sync was refused: decides which of its requests it may continue.  "The token log" in KEYS.md.
--- `seq`: number of its last sync.  Then the ids of the requests that it holds.
--- Returns {epoch, {{id, gateways that listen, {tokens in the log of each choice}} for each request that it keeps}}.
+-- `seq`: sequence number of its last sync.  Then the ids of the requests that it holds.  Returns {epoch, {{id, gateways
+-- that listen, {tokens in the log of each choice}} for each request that it keeps}}.
 local engine, session, seq, lease_ms, load = unpack(ARGV, 1, 5)
 local FIRST = 6  -- first id in ARGV
 local state = P .. 'engine:' .. engine

@@ -1,4 +1,4 @@
--- Order every engine with a live lease to empty its prefix cache.  Returns the names of these engines.
+-- Send every engine with a live lease the command to empty its prefix cache.  Returns the names of these engines.
 local told = {}
 for _, engine in ipairs(call('ZRANGE', P .. 'engines', 0, -1)) do
   if call('EXISTS', P .. 'lease:' .. engine) == 1 then

@@ -31,7 +31,7 @@ local function choose_lane()  -- returns the lane with free capacity for these p
   if on_time + lane_tokens('late') <= free + late_excess then return 'late' end
 end
 
-local function count_usage()  -- one update for all prompts, since a request may have a thousand
+local function count_usage()  -- one update for all prompts, since a request may have a thousand prompts
   call('HSET', P .. 'weights', tenant, weight)
   call('HINCRBY', P .. 'usage:' .. tenant, 'requests', (#ARGV - FIRST + 1) / 5)
   call('HINCRBY', P .. 'usage:' .. tenant, 'prompt_tokens', prompt_tokens)
@@ -56,7 +56,7 @@ local function store(i, lane, now)  -- create the request and the log of the pro
 end
 
 local ahead = call('HLEN', P .. 'waiting')
-local outcome = call('HGET', P .. 'req:' .. first_id, 'lane')  -- set in a retry whose first reply was lost
+local outcome = call('HGET', P .. 'req:' .. first_id, 'lane')  -- set if this is a retry whose first reply was lost
 if not outcome and call('EXISTS', P .. 'req:' .. first_id) == 1 then outcome = 'on_time' end  -- it has ended
 if not outcome then
   if once ~= '' then duplicate = call('HMGET', P .. 'once:' .. once, 'id', 'body') end

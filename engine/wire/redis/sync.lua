@@ -1,11 +1,10 @@
--- One sync of an engine: log and publish its tokens, end requests, claim requests, take orders, renew the lease.
--- ARGV: packed, load, tokens, added, removed, ...
--- `packed`: msgpack map:
+-- One sync of an engine: log and publish its tokens, end and claim requests, take control messages, renew the lease.
+-- ARGV: packed, load, tokens, added, removed, ...  `packed`: msgpack map:
 --   engine, session     the engine's name; id of its process
---   seq, epoch          number of this sync of the process; epoch of the lease (text)
+--   seq, epoch          sequence number of this sync of the process; epoch of the lease (text)
 --   lease_ms            length of the lease
 --   free_tokens, free_requests   free capacity: prompt tokens and requests it may claim
---   claim_tokens        prompt tokens to claim at once; the request that exceeds them is the last one claimed
+--   claim_tokens        prompt tokens to claim in one sync; the request that exceeds them is the last one claimed
 --   preemptible_tokens        as in EngineLoad
 --   late_share          minimum fraction of the claimed prompt tokens that comes from the late lane
 --   finished            ids of requests that have ended
@@ -25,9 +24,9 @@
 -- Returns false if nothing was done and the engine has to rejoin.  Otherwise returns {
 --   {{payload, gateways that listen, {{tokens, Finish} of each choice}, cached prompt tokens, 1 if it was passed over}
 --     for each claimed request; no choices if no engine has held it before},
---   orders, waiting requests, engines, Redis' unix ms, 1 if a gateway watches the engines' blocks,
---   ms after which the engine should sync again, because it has left a request to another engine; 0: it has left none,
---   1 if Redis had no digests of this engine, because they expired with a lease that was not renewed in time
+--   control messages, waiting requests, engines, Redis' unix ms, 1 if a gateway watches the engines' blocks, ms after
+--   which the engine should sync again, because it has left a request to another engine; 0: it has left none, 1 if
+--   Redis had no digests of this engine, because they expired with a lease that was not renewed in time
 -- }.
 local packed, load, tokens, added, removed = unpack(ARGV, 1, 5)
 local x = cmsgpack.unpack(packed)

@@ -1,4 +1,4 @@
--- Definitions that all scripts use: the key prefix, the clock, and orders to an engine.
+-- Definitions that all scripts use: the key prefix, the clock, and control messages to an engine.
 --
 -- Redis converts each number among a command's arguments to text, which takes as long as a cheap command.  So scripts
 -- with many commands pass constants as text: '0'.
@@ -20,11 +20,11 @@ local function now_ms()  -- unix time in ms on Redis' clock, constant within a s
   return NOW
 end
 
-local function alive(id)  -- whether the request has not ended
+local function alive(id)  -- returns whether the request has not ended
   return call('HEXISTS', P .. 'req:' .. id, 'payload') == 1
 end
 
-local function order(engine, text)  -- queue an order for the engine, see orders:ENGINE in KEYS.md
+local function order(engine, text)  -- queue a control message for the engine and wake it, see orders:ENGINE in KEYS.md
   local key = P .. 'orders:' .. engine
   call('RPUSH', key, text)
   call('PEXPIRE', key, MEMORY_MS)

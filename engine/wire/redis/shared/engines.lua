@@ -1,7 +1,8 @@
 -- Engines: their free capacity, leases and held requests, and the cleanup after they end.  "Suspects" in KEYS.md.
 
--- Record the free capacity of an engine: `tokens` prompt tokens, valid until `ends`, unix ms.  `before`: the tokens of
--- its last sync; nil: unknown.  Updates the sum over all engines, so that a submit need not visit every engine.
+-- Record the free capacity of an engine: `tokens` prompt tokens, valid until `ends`, unix ms.  `before`: its free
+-- capacity at its last sync, as text; nil: unknown.  Updates the sum over all engines, so that a submit need not visit
+-- every engine.
 local function offer(engine, tokens, ends, before)
   if before == '0' and tokens == 0 then return end
   local counted
@@ -21,8 +22,8 @@ local function free_capacity(me)  -- returns the prompt tokens that all engines,
   return tokens
 end
 
--- Renew the engine's lease.  Its value: number of this change, unix ms, load.  Changes of all engines are numbered in
--- one sequence, so that a reading of the fleet returns only the leases with numbers after the previous reading.
+-- Renew the engine's lease.  Its value: version, unix ms, load.  One counter numbers the versions of all leases, so
+-- that a reading of the fleet returns only the leases with a higher version than at the previous reading.
 local function renew_lease(engine, load, lease_ms)
   local value = struct.pack('>dd', call('INCR', P .. 'changes'), now_ms()) .. load
   call('SET', P .. 'lease:' .. engine, value, 'PX', lease_ms)
@@ -30,7 +31,7 @@ end
 
 -- Wake the RINGS engines with the most free capacity, if it is enough for a request of `tokens` prompt tokens.  An
 -- engine is not woken again before its next sync, which sees all waiting requests.  If an engine's process does not
--- listen, another engine is woken.  "Bells" in KEYS.md.
+-- listen, another engine is woken.  "Wake-ups" in KEYS.md.
 local function wake_engines(tokens)
   local tried, woken = {}, 0
   for _, engine in ipairs(call('ZREVRANGEBYSCORE', P .. 'bells', '+inf', tokens, 'LIMIT', '0', WAKE_TRIES)) do

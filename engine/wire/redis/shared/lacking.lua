@@ -58,7 +58,7 @@ local function others_may_have(me, digest)  -- whether another engine takes adap
   return false
 end
 
--- Returns for how many ms engines have returned a request for want of its adapter; a produced token resets the time.
+-- Returns the ms since an engine first returned the request because it lacks the adapter; a produced token resets them.
 local function lacked_ms(id)
   local key, said = P .. 'req:' .. id, logged_tokens(id)
   local since, before = string.match(call('HGET', key, 'lacked') or '', '^(%d+) (%d+)$')

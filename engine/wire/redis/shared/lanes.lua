@@ -1,4 +1,5 @@
--- Lanes: engines claim from the on-time lane first, except for a guaranteed share of the late lane.
+-- Lanes: on-time requests, whose predicted wait meets the TTFT target, and late requests, all others.  Engines claim
+-- from the on-time lane first, except for a guaranteed share of the late lane.
 --
 -- While both lanes have requests, each claimed on-time token adds `share` to the late lane's credit, and each claimed
 -- late token subtracts 1 - share.  When the credit covers the first late request, this request is next.  So at least

@@ -16,7 +16,7 @@ local function other_listeners(id, gateway)
   return table.concat(rest, '\n')
 end
 
-local function route(id, names)  -- set the gateways that listen to a request, and send its engine an order about them
+local function route(id, names)  -- set the gateways that listen to a request, and notify its engine
   local key = P .. 'req:' .. id
   call('HSET', key, 'listeners', names)
   local engine = call('HGET', key, 'engine')

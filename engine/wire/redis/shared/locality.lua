@@ -62,9 +62,9 @@ local function chooser(me, now)
   local so_far = {windows = {}, new_digests = {}, adapters = false, passed_over = {on_time = {}, late = {}}, tried = 0,
                   left_to = {}, backlog = me.backlog, loads = me.loads}
 
-  -- Returns for each request of a window how many of its digests the engine holds.  First checks the shortest prefix,
-  -- which most engines do not hold.  Then runs a binary search for all other requests together: an engine that holds a
-  -- prefix also holds the shorter prefixes.
+  -- Returns for each request of a window how many of its digests the engine holds.  Checks the shortest prefixes first,
+  -- which most engines do not hold.  Then runs one binary search for all other requests together: an engine that holds
+  -- a prefix also holds the shorter prefixes.
   local function held_counts(engine, window)
     local key, prefixes, most, open = P .. 'prefixes:' .. engine, window.prefixes, {}, {}
     local counts = call('SMISMEMBER', key, unpack(window.shortest))
@@ -182,8 +182,8 @@ local function chooser(me, now)
     return best, false
   end
 
-  -- Returns the unix ms from which a request that is first passed over now becomes urgent.  It may wait as long again
-  -- as it has waited, at least until the backlog and its prompt could be computed.  An on-time request waits at most
+  -- Returns the unix ms from which a request that is first passed over now becomes urgent.  Its wait may double, or
+  -- last until the backlog and its prompt could be computed if that is longer.  An on-time request waits at most
   -- PATIENCE_PERCENT of the time until `due`.  A request with an adapter waits at most LOADS_PASSED load times, so that
   -- a rarely used adapter does not starve.  `submitted`, `due`: unix ms; `due` is nil in the late lane.
   local function patience_end(size, submitted, due, adapted)
@@ -193,8 +193,8 @@ local function chooser(me, now)
     return math.min(math.ceil(now + patience), now + MEMORY_MS)
   end
 
-  -- Returns by how many us another engine with free capacity would be faster with a request of a window, and its name;
-  -- 0: no engine is faster.  The result is at most the time that this engine would compute the uncached prompt.
+  -- Returns the us by which another engine with free capacity would begin a request of a window sooner, and its name;
+  -- 0: no engine would.  The result is at most the time that this engine takes for the uncached part of the prompt.
   local function time_ahead(window, at, size)
     local held, lacks = window.held[at], window.lacks[at]
     local mine, ahead, name = start_cost(me, so_far.backlog, size, held, lacks), 0, nil
@@ -259,7 +259,8 @@ local function chooser(me, now)
       local id, size, due = window.ids[at], first.size, first.due
       if id ~= first.id then size, due = claimable(id, now) end
       local in_lane = lane == 'late' or not due or due > now or id == first.id
-      -- Here the request would wait for other adapter loads; another engine may have its adapter, or load it sooner.
+      -- On this engine the request would wait for other adapter loads; another engine may have the adapter, or load it
+      -- sooner.
       local waits, left = window.lacks[at] and so_far.loads >= MAX_LOADS, window.left[at]
       if size and size <= most and in_lane and not waits and not left then
         local limit = not urgent and left_until(lane, window, at, size, lane == 'on_time' and due or nil)

@@ -21,7 +21,7 @@ local function append_tokens(id, index, first, tokens)
   if length == 0 then expire_with_log(id, key) end
 end
 
--- Append log-probabilities in the same way.  `values`: each value is preceded by its length in 4 bytes.
+-- Append log-probabilities, as append_tokens does for tokens.  `values`: each value follows its length in 4 bytes.
 local function append_logprobs(id, index, first, values)
   local key = P .. 'log:' .. id .. ':' .. index .. ':logprobs'
   local length, at = call('LLEN', key), 1

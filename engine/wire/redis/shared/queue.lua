@@ -1,4 +1,5 @@
--- The queue: two lanes.  Each lane orders its tenants by their counters, and each tenant's requests by their places.
+-- The queue: two lanes.  Each lane orders its tenants by their virtual token counters, and each tenant's requests by
+-- their queue positions (`place`).
 --
 --   submit --> on_time --claim--> engine <--claim-- late <-- submit
 --                 '--- past its due time (move_to_late) ---^
@@ -32,8 +33,8 @@ local function lift(tenant)  -- raise a returning tenant's counter to the smalle
   if counter < tonumber(floor) then call('HSET', P .. 'counters', tenant, floor) end
 end
 
--- Estimates the prompt tokens of the tenant's on-time requests that a new request of this size class would precede.
--- All requests count with the mean length, although these are the larger ones, so the estimate is too low.
+-- Estimates the prompt tokens of the tenant's on-time requests that a new request of this size class would precede:
+-- their number times the mean prompt length.  They are larger than the mean, so the estimate is too low.
 local function on_time_behind(tenant, priority, size_class)
   local queue = P .. 'queue:on_time:' .. tenant
   local behind = call('ZCOUNT', queue, priority * PLACES + (size_class + 1) * SIZES, '+inf')

@@ -3,7 +3,7 @@
 -- `x` is the sync: its named arguments (sync.lua), the bytes `load`, and the results of the claims:
 --   claimed   {id, cached prompt tokens, 1 if it was passed over before} of each claimed request
 --   works     the reply's entry for each claimed request
---   orders    orders for the engine
+--   orders    control messages for the engine
 --   blocked   prompt tokens of the next request, which does not fit; nil: the next request fits, or none waits
 -- Each claim reduces `x.free_tokens` and `x.claim_tokens`.
 

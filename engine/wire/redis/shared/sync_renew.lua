@@ -1,4 +1,4 @@
--- Parts of a sync besides logs and claims: repeated replies, published digests, orders, and the offered free capacity.
+-- Parts of a sync besides logs and claims: repeated replies, published digests, control messages, offered capacity.
 -- `x`: as in sync_claim.lua.
 
 -- Returns the reply to a sync that has run before, because the first reply was lost.  Claims nothing.
@@ -22,8 +22,8 @@ local function publish_digests(x, added, removed)
   if added ~= '' then each_part('SADD', key, added) end
 end
 
--- Add the engine's pending orders to the reply.  If an order names a request's listeners, send them the ends of its
--- logs: the tokens of this sync, perhaps the last ones, went to the earlier listeners.
+-- Add the engine's pending control messages to the reply.  If one names the new listeners of a request, send them the
+-- ends of its logs: the tokens of this sync, perhaps the last ones, went to the earlier listeners.
 local function collect_orders(x)
   local key, routed = P .. 'orders:' .. x.engine, {}
   for _, text in ipairs(call('LRANGE', key, 0, -1)) do
@@ -37,7 +37,7 @@ local function collect_orders(x)
 end
 
 -- Record the `left` prompt tokens that the engine would still claim, and wake other engines if requests still wait: see
--- "Bells" in KEYS.md.  `known`: `left` of its last sync, as text; nil: unknown.  `closed`: it runs a suspect.
+-- "Wake-ups" in KEYS.md.  `known`: `left` of its last sync, as text; nil: unknown.  `closed`: it runs a suspect.
 local function offer_capacity(x, left, known, waiting, closed)
   offer(x.engine, left, now_ms() + math.min(STALE_MS, x.lease_ms), known or '0')
   local claims_more = left > 0 and x.claim_tokens > 0
