@@ -1,6 +1,6 @@
 """The full check of the block accounting: compares every block's reference count with all block tables.
 
-A full check takes O(blocks): 0.1 s for 100,000 blocks.  So it runs in parts, between which the engine runs steps: when
+A full check takes O(blocks), 0.1 s for 100,000 blocks.  So it runs in parts, between which the engine runs steps: when
 the engine becomes idle, every few seconds while it is busy, and on demand.  Tests check all blocks at once.
 
 A wrong count is never harmless.  After a Leak, blocks cannot be used until a restart.  A DoubleFree lets two sequences

@@ -1,7 +1,7 @@
 """The batch: which sequences run, in which slots, and the steps that have been planned and committed.
 
 The scheduler does not visit a decoding sequence until the sequence needs a block or reaches its maximum length.  Both
-steps are known in advance, so the calendar lists the sequence under the earlier step.  So a steady step takes
+steps are known in advance, so the calendar lists the sequence under the earlier step.  So planning a steady step takes
 O(sequences that changed).
 
     admit --> prefilling --last known token--> decoding --calendar--> a block, a pause, or the end
@@ -22,12 +22,12 @@ from quire.engine.core.slots import Slots
 
 
 class IssuedPlan(NamedTuple):
-    """Counts of a plan that the scheduler keeps until its result arrives."""
+    """Counts of a step plan that the scheduler keeps until the step's result arrives."""
 
     decoding: int  # sequences that decode in this step
     prompt_tokens: int  # tokens of all slices: prompts, jumps and drafts
     jumps: int  # sequences that compute forced tokens in a slice
-    jump_tokens: int  # tokens of the slices of jumps, counted in `prompt_tokens` too
+    jump_tokens: int  # tokens in the slices of jumps; `prompt_tokens` includes them
     swaps: bool  # the plan copies blocks to or from the host
     sealed: list[int]  # blocks that entered the prefix index before the step wrote them
     drafting: int = 0  # sequences that compute drafts
@@ -41,10 +41,10 @@ class Batch:
         self.slots = Slots(max_seqs)
         self.step = 0  # the last plan issued
         self.committed = 0  # the last step whose result arrived
-        self.prefilling: list[Sequence] = []  # sequences in prefill, by rank
-        self.paused: list[Sequence] = []  # paused sequences, by rank
+        self.prefilling: list[Sequence] = []  # sequences in prefill, by `order`
+        self.paused: list[Sequence] = []  # paused sequences, by `order`
         self.decoding = 0  # sequences that compute one token each step without being named in a plan
-        self.reserved_blocks = 0  # blocks that static allocation would hold for all started sequences
+        self.reserved_blocks = 0  # blocks that static allocation would reserve for all started sequences
         self._block_size = block_size
         self._due: defaultdict[int, list[Sequence]] = defaultdict(list)  # the calendar: step -> decoding sequences
         self._issued: deque[IssuedPlan] = deque()
@@ -98,19 +98,19 @@ class Batch:
         seq.state = State.PREFILLING
         for member in (seq, *seq.siblings):
             self._assign_slot(member)
-        insort(self.prefilling, seq, key=lambda s: s.rank)
+        insort(self.prefilling, seq, key=lambda s: s.order)
 
     def resume(self, seq: Sequence) -> None:
         """Give a slot to a paused sequence, which keeps its block table."""
         self.remove(seq)
         seq.state = State.PREFILLING
         self._assign_slot(seq)
-        insort(self.prefilling, seq, key=lambda s: s.rank)
+        insort(self.prefilling, seq, key=lambda s: s.order)
 
     def join(self, seq: Sequence) -> None:
         """Start a member of a stepped group in the slot that it has; it computes its own tokens as a prefill."""
         seq.state = State.PREFILLING
-        insort(self.prefilling, seq, key=lambda s: s.rank)
+        insort(self.prefilling, seq, key=lambda s: s.order)
 
     def begin_decoding(self, seq: Sequence, step: int, *, forked: bool) -> None:
         """Let the sequence compute one token per step from `step` on; `forked`: siblings share its last block."""
@@ -135,8 +135,9 @@ class Batch:
         self._due[seq.due].append(seq)
 
     def pop_due(self, step: int) -> list[Sequence]:
-        """Return the calendar's sequences for `step`, by rank.  Skip those whose `due` is another step by now."""
-        return sorted(self._due.pop(step, ()), key=lambda s: s.rank)
+        """Return the calendar's sequences for `step`, by `order`.  Skip sequences whose `due` is another step by
+        now."""
+        return sorted(self._due.pop(step, ()), key=lambda s: s.order)
 
     def pause(self, seq: Sequence) -> None:
         """Free the slot of a sequence that keeps its blocks.  Only its last sampled token and forced tokens are not
@@ -144,7 +145,7 @@ class Batch:
         self.remove(seq)
         seq.state = State.PAUSED
         self.reserved_blocks += seq.max_blocks(self._block_size)
-        insort(self.paused, seq, key=lambda s: s.rank)
+        insort(self.paused, seq, key=lambda s: s.order)
 
     def remove(self, seq: Sequence) -> None:
         """Free the slot of a sequence, or remove it from the paused list.  Steps in flight still report its tokens."""
@@ -181,7 +182,7 @@ class Batch:
     # -------------------------------------------------------------------------------------------------------- queries
 
     def holders(self) -> Iterator[Sequence]:
-        """Iterate over every sequence that holds blocks or is about to, once each.
+        """Iterate once over every sequence that holds blocks or starts in this plan.
 
         Siblings that have not forked yet are left out: they hold no blocks of their own."""
         for slot, seq in enumerate(self.slots.occupants):
@@ -200,11 +201,11 @@ class Batch:
         return {request for _, request in self._departed}
 
     def promised_blocks(self) -> int:
-        """Return how many blocks started prompts and their siblings still have to take."""
+        """Return how many more blocks started prompts and their siblings need."""
         return sum(map(self.blocks_to_take, self.prefilling))
 
     def blocks_to_take(self, seq: Sequence) -> int:
-        """Return how many blocks the prompt of one started sequence and its siblings still have to take."""
+        """Return how many more blocks the prompt of one started sequence and its siblings need."""
         return -(-(seq.known + 1) // self._block_size) - len(seq.table) + seq.sibling_blocks
 
     def decoding_here(self) -> int:

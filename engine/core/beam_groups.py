@@ -261,13 +261,13 @@ class BeamGroups:
         beams, limits, size = request.beams, self._limits, self._pool.block_size
         assert beams is not None
         if limits.recurrent:
-            return "the answers are to be found by beam search, which models with recurrent state don't have here"
+            return "beam search is not supported for models with recurrent state"
         if not limits.beams:
-            return "the answers are to be found by beam search, and this engine has none"
+            return "this engine does not support beam search"
         if not request.n <= beams.width <= limits.max_seqs:
             return f"the beam width is {beams.width}; it must be {request.n} (n) to {limits.max_seqs} (slots) here"
         if reason := unsupported(request.sampling):
-            return f"{reason} does not go with beam search"
+            return f"{reason} cannot be combined with beam search"
         least, most = LENGTH_PENALTIES
         if not least <= beams.length_penalty <= most:  # true for NaN
             return f"length_penalty is {beams.length_penalty}; it must be {least:g} to {most:g}"
@@ -295,7 +295,7 @@ class BeamGroups:
 def common_blocks(seq: Sequence, other: Sequence, computed: int, size: int) -> int:
     """Return the number of full blocks with equal tokens at the beginning of `seq` and of `other`[:computed].
 
-    Leaves out the last token of `seq`, which must be computed to get the next candidates."""
+    Excludes the last token of `seq`, which must be computed to get the next candidates."""
     limit = min(computed, seq.known - 1)
     pairs = zip(seq.tokens[:limit], other.tokens[:limit], strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) // size

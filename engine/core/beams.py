@@ -135,7 +135,8 @@ class BeamSearch:
     def _candidates(self, rows: Sequence[Row]) -> Iterator[tuple[float, int, int, float]]:
         """Iterate over (score, beam, token, log-probability) of all candidates, best first.
 
-        Equal scores are ordered by beam, then by rank within the beam.  Lazy: reads one entry per beam ahead."""
+        Equal scores are ordered by beam, then by position among the beam's candidates.  Lazy: reads one entry per beam
+        ahead."""
         withheld = self._stops if self.length < self._min_tokens else frozenset()
 
         def of_beam(number: int, row: Row) -> Iterator[tuple[float, int, int, int, float]]:
@@ -148,7 +149,7 @@ class BeamSearch:
         return ((-negated, number, token, logprob) for negated, number, _, token, logprob in ordered)
 
     def _may_improve(self) -> bool:
-        """Return whether a running beam may still beat the worst of the answers, by transformers' rule."""
+        """Return whether a running beam may still score higher than the worst answer, by transformers' rule."""
         if len(self.answers) < self.width:
             return True
         if self._early_stopping is True:

@@ -34,7 +34,7 @@ from quire.engine.core.policy.eviction import FairEviction
 
 
 class OutOfBlocks(Exception):
-    """allocate() was asked for more blocks than are available; nothing was taken."""
+    """allocate() was called for more blocks than are available; nothing was allocated."""
 
 
 class AccountingError(Exception):
@@ -133,7 +133,7 @@ class BlockPool:
 
         Raises OutOfBlocks if fewer are available; nothing is allocated then."""
         if count > self.available:
-            raise OutOfBlocks(f"{count} blocks wanted, {self.available} of {self.total} available")
+            raise OutOfBlocks(f"{count} blocks requested, {self.available} of {self.total} available")
         taken = []
         for _ in range(count):
             if self._free:
@@ -158,7 +158,7 @@ class BlockPool:
         Evicts no cached block.  O(total).  Raises OutOfBlocks if no run is long enough, even if `count` are free."""
         first = self._first_run(count)
         if first < 0:
-            raise OutOfBlocks(f"{count} consecutive blocks wanted, {len(self._free)} of {self.total} free in all")
+            raise OutOfBlocks(f"{count} consecutive blocks requested, {len(self._free)} of {self.total} free in all")
         run = range(first, first + count)
         self._free = [block for block in self._free if block not in run]
         for block in run:
@@ -331,7 +331,7 @@ class HostPool:
 
         Raises OutOfBlocks if fewer are free; nothing is allocated then."""
         if count > len(self._free):
-            raise OutOfBlocks(f"{count} host blocks wanted, {len(self._free)} of {self.total} available")
+            raise OutOfBlocks(f"{count} host blocks requested, {len(self._free)} of {self.total} available")
         taken = [heappop(self._free) for _ in range(count)]
         self._held.update(taken)
         return taken

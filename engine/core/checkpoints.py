@@ -5,7 +5,7 @@ a sequence needs a copy of the state at this position.  The scheduler keeps copi
 
     at anchors        the last full block before the end of each turn of the prompt (`Generate.anchors`)
     at junctions      where a prompt diverges from a chain of cached blocks: other prompts may diverge there, too
-    in long prompts   every 128 tokens while most places of the state pool are free, every 1,024 while any is
+    in long prompts   every 128 tokens while most slots of the state pool are free, every 1,024 while any is
     in the answer     one per sequence, at its last full block; it is replaced as the answer grows
 
     tokens   |------------ cached blocks ------------|
@@ -27,8 +27,8 @@ from quire.engine.core.blocks import BlockPool
 from quire.engine.core.sequence import Sequence
 from quire.engine.core.state_pool import StateCounts, StatePool
 
-DENSE, SPARSE = 128, 1024  # tokens between checkpoints of a prompt: while most places are free; while any is free
-MOSTLY_FREE = 2  # most places are free: more than 1/MOSTLY_FREE of them
+DENSE, SPARSE = 128, 1024  # tokens between checkpoints of a prompt: while most state slots are free; while any is
+MOSTLY_FREE = 2  # most state slots are free: more than 1/MOSTLY_FREE of them
 
 
 class CheckpointPolicy(Protocol):
@@ -49,7 +49,8 @@ class CheckpointPolicy(Protocol):
         """Save the state of a decoding sequence that has filled a block."""
 
     def park(self, seq: Sequence) -> bool:
-        """Save the state of a sequence that pauses without a slot.  Return False if no place can be taken."""
+        """Save the state of a sequence that pauses without a batch slot.  Return False if no state slot can be
+        taken."""
 
     def unpark(self, seq: Sequence) -> int:
         """Return the checkpoint with which a paused sequence resumes; -1: the model has no recurrent state."""
@@ -121,7 +122,7 @@ class Checkpoints:
     def __init__(self, pool: BlockPool, states: StatePool, fingerprint: str) -> None:
         self.states, self.counts = states, states.counts
         self._pool, self._fingerprint, self._size = pool, fingerprint, pool.block_size
-        self._moves: list[tuple[int, int]] = []  # (slot, place) copies of the plan in the making
+        self._moves: list[tuple[int, int]] = []  # (batch slot, state slot) copies of the plan in the making
         self._step = 0  # number of plans issued
 
     def hit(self, seq: Sequence, blocks: list[int]) -> list[int]:
@@ -206,15 +207,15 @@ class Checkpoints:
         return {position for position in wanted if first < position <= last}
 
     def _stride(self) -> int:
-        """Return the tokens between regular checkpoints of a long prompt; 0: save none, since no place is free."""
+        """Return the tokens between regular checkpoints of a long prompt; 0: save none, since no state slot is free."""
         if self.states.free > self.states.total // MOSTLY_FREE:
             return max(DENSE, self._size) // self._size * self._size
         return max(SPARSE, self._size) // self._size * self._size if self.states.free else 0
 
     def _write(self, seq: Sequence, position: int, place: int) -> int:
-        """Let the plan in the making save a checkpoint.  `place`: a taken place; -1: take one.
+        """Let the plan in the making save a checkpoint.  `place`: a state slot taken before; -1: take one.
 
-        Returns the place; -1: the checkpoint exists already, or no place can be taken."""
+        Returns the state slot; -1: the checkpoint exists already, or no state slot can be taken."""
         digest = self._digest(seq, position // self._size)
         if place < 0 and (self.states.find(digest) >= 0 or (place := self.states.take()) < 0):
             return -1

@@ -14,7 +14,7 @@ Only the first token of such a slice is certain, so:
   * Blocks with drafts are sealed when the result has confirmed their tokens; blocks with no such token are freed.
   * No plan is made while a step with drafts is in flight (`Batch.verifying`), since the sequences' lengths are unknown.
   * Drafts follow the last token, so that token must be known.  An executor that runs ahead has a step in flight when
-    the next step is planned.  If drafts save more than idle time costs, the plan waits for that step's result
+    the next step is planned.  If the time that drafts save exceeds the idle time, the plan waits for that step's result
     (`wait_for_tokens`).
   * A draft preempts no sequence.  If no block is free, the draft is shortened or dropped.
 
@@ -40,16 +40,16 @@ from quire.engine.wire.messages import Generate, TokenLogprob
 class Policy(Protocol):
     """Decides how many drafts a step computes."""
 
-    def choose(self, drafts: list[tuple[Sequence, Draft]], seqs: int, most: int) -> list[int]:
-        """Return how many tokens of each draft to compute, in a step of `seqs` sequences with at most `most` drafts."""
+    def choose(self, drafts: list[tuple[Sequence, Draft]], seqs: int, max_tokens: int) -> list[int]:
+        """Return how many tokens of each draft a step of `seqs` sequences computes, at most `max_tokens` in total."""
 
-    def pays(self, drafts: list[tuple[Sequence, Draft]], seqs: int, most: int) -> bool:
+    def pays(self, drafts: list[tuple[Sequence, Draft]], seqs: int, max_tokens: int) -> bool:
         """Return whether to wait for the result of the step in flight, so that the next step can compute drafts.
 
         `drafts`: they begin with a guess of the token that the step in flight samples."""
 
     def min_match(self, seqs: int) -> int:
-        """Return the minimum match length, in tokens, for which drafts may pay in a step of `seqs` sequences."""
+        """Return the minimum match length, in tokens, for which drafts may save time in a step of `seqs` sequences."""
 
     def learn(self, seq: Sequence, draft: Draft, computed: int, accepted: int) -> None:
         """Record that `accepted` of the first `computed` tokens of a draft were accepted."""
@@ -60,7 +60,7 @@ class Policy(Protocol):
         `idle_s`: the part of `seconds` for which the device waited for the step."""
 
     def forget(self, request: Generate) -> None:
-        """Drop the rates of a request that has ended."""
+        """Drop the acceptance rates of a request that has ended."""
 
 
 PREDICTION = "prediction"  # the entry of DRAFT_SOURCES for drafts from a client's `prediction` field
@@ -128,31 +128,31 @@ class Drafts:
         """Number of sequences that have drafts now."""
         return len(self._found)
 
-    def wait_for_tokens(self, most: int) -> bool:
-        """Return whether the next plan should wait for the result of the step in flight, because drafts will pay.
+    def wait_for_tokens(self, max_tokens: int) -> bool:
+        """Return whether the next plan should wait for the result of the step in flight, because drafts will save time.
 
-        `most`: maximum tokens of the next step, in addition to one per sequence."""
+        `max_tokens`: maximum tokens of the next step, in addition to one per sequence."""
         if not self._found or not self._batch.steps_in_flight or self._batch.prefilling:
             return False
         able = self._able(self._batch.step + 1)
-        if able and self.policy.pays(able, self._batch.decoding, self._bounded(most)):
+        if able and self.policy.pays(able, self._batch.decoding, self._bounded(max_tokens)):
             return True
         self._report.totals.refused_drafts += sum(len(draft.tokens) for _, draft in able)
         return False
 
-    def choose(self, step: int, most: int) -> list[tuple[Sequence, Draft, int]]:
-        """Return (sequence, draft, draft tokens to compute) for `step`, at most `most` draft tokens in total."""
-        # A step in flight still samples the last tokens, or the step has prompts, so that the executor can run ahead.
+    def choose(self, step: int, max_tokens: int) -> list[tuple[Sequence, Draft, int]]:
+        """Return (sequence, draft, draft tokens to compute) for `step`, at most `max_tokens` draft tokens in total."""
+        # No drafts while a step in flight still samples the last tokens, or while prompts let the executor run ahead.
         if self._batch.steps_in_flight or (self.run_ahead and self._batch.prefilling):
             self._found = []
             return []
         able, self._found = self._able(step), []
-        counts = self.policy.choose(able, self._batch.decoding, self._bounded(most)) if able else []
+        counts = self.policy.choose(able, self._batch.decoding, self._bounded(max_tokens)) if able else []
         self._report.totals.refused_drafts += sum(len(draft.tokens) for _, draft in able) - sum(counts)
         return [(seq, draft, count) for (seq, draft), count in zip(able, counts, strict=True) if count]
 
-    def _bounded(self, most: int) -> int:
-        return min(most, self.max_drafts) if self.max_drafts else most
+    def _bounded(self, max_tokens: int) -> int:
+        return min(max_tokens, self.max_drafts) if self.max_drafts else max_tokens
 
     def _able(self, step: int) -> list[tuple[Sequence, Draft]]:
         """Return the drafts of sequences that decode in `step` and have exactly one known token to compute.

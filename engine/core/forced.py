@@ -9,8 +9,8 @@ So `known - computed` of a decoding sequence exceeds 1, and the next plan comput
     step 8                          [t] ──> samples f1     the mask allows no other token; f1 is known already
     plan 9                              [f1 f2 f3] ──> samples the token after f3
 
-A jump is never needed: a slot that does not jump samples the forced tokens one by one, because its mask allows only
-the next forced token.  So a plan jumps only if no sequence is preempted for it, and jumps do not change the text.
+A jump is optional: a slot that does not jump samples the forced tokens one by one, because its mask allows only the
+next forced token.  So a plan jumps only if no sequence is preempted for it, and jumps do not change the text.
 
 Source, for compressed states of a grammar: "Fast JSON Decoding for Local LLMs with Compressed Finite State Machine"
 (SGLang, 2024).
@@ -27,7 +27,7 @@ from quire.engine.core.sequence import Sequence, State
 
 # Minimum tokens of a jump, including the token sampled last.  A jump adds a slice to a decode step, which makes the
 # step slower, so the jump has to save two steps.  5 answers of 96 tokens by SmolLM2-135M, of the schemas of `python -m
-# quire.engine.tools structured`, took 478 steps without jumps, and 421, 430, 436, 463 with a FEWEST of 2, 3, 4, 6.
+# quire.engine.tools structured`, took 478 steps without jumps, and 421, 430, 436, 463 steps with FEWEST = 2, 3, 4, 6.
 FEWEST = 3
 
 
@@ -75,10 +75,10 @@ class ForcedTokens:
         self.jump_tokens += tokens
 
     def ready(self, step: int) -> list[Sequence]:
-        """Return the decoding sequences with at least FEWEST tokens to compute in `step`, by rank."""
+        """Return the decoding sequences with at least FEWEST tokens to compute in `step`, by `order`."""
         if not self._ahead:
             return []
         decoding = (seq for seq in self._ahead.values() if seq.state is State.DECODING)
         found = [seq for seq in decoding if seq.known - seq.computed_before(step) >= FEWEST]
         self._ahead = {id(seq): seq for seq in found}
-        return sorted(found, key=lambda seq: seq.rank)
+        return sorted(found, key=lambda seq: seq.order)

@@ -14,7 +14,7 @@ from quire.engine.core.sequence import Sequence
 from quire.engine.core.sequence_group import GroupKind, IndependentSequences, Outputs, SequenceGroup, SteppedGroup
 from quire.engine.wire.messages import Generate
 
-KINDS = (BeamGroups,)  # the first kind whose takes() is true makes the group; otherwise sequences are independent
+KINDS = (BeamGroups,)  # the first kind whose takes() is true builds the group; otherwise sequences are independent
 
 
 class Groups:
@@ -58,11 +58,11 @@ class Groups:
         return [seq for seq in sequences if self.of(seq.request.id).leads(seq)]
 
     def in_step(self) -> list[SteppedGroup]:
-        """Return the stepped groups whose members all have exactly one token to compute, by rank."""
+        """Return the stepped groups whose members all have exactly one token to compute, by the leader's `order`."""
         if not self._stepped:
             return []
         ready = [group for group in self._stepped.values() if group.in_step]
-        return sorted(ready, key=lambda group: group.leader.rank)
+        return sorted(ready, key=lambda group: group.leader.order)
 
     def take(self, result: StepResult) -> list[SteppedGroup]:
         """Pass a step's candidates to their groups.  Returns the groups whose members all have candidates now.

@@ -1,4 +1,4 @@
-"""Headroom: the engine's free capacity, which decides how much it claims from the shared queue; gateways read it, too.
+"""Headroom: the engine's free KV capacity, which bounds its claims from the shared queue; gateways read it, too.
 
 KV cache    | running: predicted peak | waiting here |  startable: prompt tokens, requests  |
                                                       `-- claimable: prompt tokens of the next steps
@@ -62,12 +62,12 @@ class Headroom:
     def yielding(self) -> tuple[list[str], int]:
         """Return (tenants that hold their share or more, prompt tokens that other tenants could start now).
 
-        For these prompt tokens, sequences of the first tenants would be preempted for fairness.  The values are a few
-        steps old when many sequences run."""
+        To start these prompt tokens, sequences of the listed tenants would be preempted for fairness.  The values are a
+        few steps old when many sequences run."""
         if not self._requests or not self._admission.preempts or self._isolation.active:
             return [], 0
         self._fairness.sum_holdings()
-        tokens = self._fairness.room(self._pool.block_size)  # shared blocks count as often as they are held
+        tokens = self._fairness.room(self._pool.block_size)  # shared blocks count once per table
         return self._fairness.over_share, min(tokens, self._pool.total * self._pool.block_size)
 
     def predicted_peak(self) -> int:

@@ -41,7 +41,7 @@ class LayerGroups:
     """The layer groups of a model whose layers all attend to every token: one table per sequence, nothing to do."""
 
     pools: Sequence[WindowPool] = ()  # one per window group
-    reservations = WindowReservations([], 1 << 30, 1)  # without groups every sequence fits
+    reservations = WindowReservations([], 1 << 30, 1)  # without window groups every sequence fits
 
     # ------------------------------------------------------------------------------------------------------ admission
 
@@ -95,8 +95,8 @@ class LayerGroups:
     def swap_in(self, seq: Seq, hits: int) -> Copies:
         """Return the copies (host block, block) that bring the window blocks of a sequence back.
 
-        Without copies if the first `hits` blocks of its table, which are cached, are all it had computed: `begin` then
-        takes the window blocks from the cache."""
+        Returns no copies if the `hits` cached blocks at the beginning of its table cover all computed tokens: `begin`
+        then takes the window blocks from the cache."""
         return []
 
     # ---------------------------------------------------------------------------------------------------------- plans
@@ -155,7 +155,7 @@ class WindowGroups(LayerGroups):
         self._copies: list[tuple[Seq, int, int]] = []  # (sequence, from id, to id)
         # Per group: source block of a planned copy -> references held until the plan is made.
         self._sources: list[Counter[int]] = [Counter() for _ in groups]
-        self._wide: list[Seq] = []  # sequences that grew in the last plan, so their tables may exceed the windows
+        self._wide: list[Seq] = []  # sequences that grew in the last plan; their tables may exceed the window
         self._sealed: deque[tuple[int, WindowPool, int]] = deque()  # (step, pool, block) sealed by steps in flight
 
     # ------------------------------------------------------------------------------------------------------ admission
@@ -355,7 +355,7 @@ class WindowGroups(LayerGroups):
 
 
 def last_lacking(pool: WindowPool, seq: Seq, count: int, fingerprint: str) -> int:
-    """Return the last table index that a window ending after `count` blocks needs and the pool lacks; -1: none."""
+    """Return the last table index that a window ending after `count` blocks needs and that is not cached; -1: none."""
     size = pool.block_size
     wanted = range(count - 1, pool.first_read(seq, count * size) - 1, -1)
     return next((index for index in wanted if pool.find(seq.digest(index, fingerprint, size)) < 0), -1)

@@ -31,7 +31,7 @@ class Limits(msgspec.Struct, frozen=True):
     grammars: bool = False  # whether the executor supports Sampling.grammar
     beams: bool = False  # whether the executor supports Slice.candidates, which beam search needs
     adapter_slots: int = 0  # LoRA adapters whose sequences may run at once; 0: the executor has no LoRA support
-    tile_tokens: int = 1  # tokens that linear layers compute together (ModelInfo.tile_tokens)
+    tile_tokens: int = 1  # tile size of the linear layers' GEMMs, in tokens (ModelInfo.tile_tokens)
     recurrent: bool = False  # the model has recurrent layers, which keep a state per slot
 
 
@@ -39,7 +39,7 @@ Milestone = Literal["started", "resumed", "first", "paused", "continued", "preem
 
 
 class Event(msgspec.Struct, frozen=True):
-    """A milestone of one sequence, for metrics and the request log.  They add the time, since the core has no clock."""
+    """A milestone of one sequence, for metrics and the request log, which add the time: the core has no clock."""
 
     kind: Milestone
     request: Generate
@@ -70,14 +70,14 @@ class Totals(msgspec.Struct):
 
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
-    blocks_cached_prompt_tokens: int = 0  # prompt tokens in cached blocks, hits that lacked a checkpoint included
+    blocks_cached_prompt_tokens: int = 0  # prompt tokens in cached blocks, including those without a checkpoint
     states: StateCounts = msgspec.field(default_factory=StateCounts)  # counts for models with recurrent state
     generated_tokens: int = 0
     forced_tokens: int = 0  # output tokens known before a step sampled them, because a grammar allowed no other token
     jumped_tokens: int = 0  # output tokens computed in a jump's slice instead of a decode step of their own
-    drafted_tokens: dict[str, int] = msgspec.field(default_factory=_per_source)  # computed draft tokens by source
+    drafted_tokens: dict[str, int] = msgspec.field(default_factory=_per_source)  # verified draft tokens by source
     accepted_drafts: dict[str, int] = msgspec.field(default_factory=_per_source)  # accepted draft tokens by source
-    refused_drafts: int = 0  # draft tokens found but not computed, because computing them would not have paid
+    refused_drafts: int = 0  # draft tokens found but not verified, because the predicted speed-up was too small
     recomputed_tokens: int = 0  # tokens computed again after a preemption
     preemptions: int = 0
     yields: int = 0  # preemptions for fairness between tenants

@@ -9,7 +9,7 @@ from quire.engine.core.open_requests import OpenRequests
 
 
 class Occupancy:
-    """Computes how full the blocks of all tables are when the next step begins.  O(sequences) or more: call seldom."""
+    """Computes how full the blocks of all tables are when the next step begins.  O(sequences) or more: call rarely."""
 
     def __init__(
         self, pool: BlockPool, batch: Batch, requests: OpenRequests, layers: LayerGroups, block_bytes: int
@@ -19,7 +19,8 @@ class Occupancy:
         self._layers, self._block_bytes = layers, block_bytes
 
     def group_bytes(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return (bytes that sequences hold, bytes of idle cached blocks), each by group of layers.  O(groups)."""
+        """Return (bytes of blocks that sequences hold, bytes of evictable cached blocks), each per layer group.
+        O(groups)."""
         pools = [("full", self._pool, self._block_bytes)]
         pools += [(f"window {pool.window}", pool, pool.block_bytes) for pool in self._layers.pools]
         held = {name: (pool.total - pool.available) * size for name, pool, size in pools}

@@ -1,7 +1,7 @@
 """The interface between scheduler and executor: plain values, one step at a time, no pickle.
 
-A *slot* is a sequence's place in the executor's batch.  It moves through three states, and a plan lists only slots
-that move:
+A *step plan* says what one step computes.  A *slot* is a sequence's index in the executor's batch.  A slot moves
+through three states, and a plan lists only slots that change:
 
     free --Start--> prompt --Slice(s)--> decoding --freed_slots--> free
                                   \\-- Fork --> decoding --Slice--> decoding   (a jump)
@@ -55,7 +55,7 @@ class Draft(NamedTuple):
 
     slot: int
     tokens: list[int]  # never empty
-    match: int  # length of the match, in tokens: the slot's last known tokens equal the text before the draft's source
+    match: int  # tokens that matched: the slot's last known tokens equal the tokens before the draft in its source
     source: int  # index into DRAFT_SOURCES
 
 
@@ -65,7 +65,7 @@ class WindowGroup(msgspec.Struct, frozen=True):
     In plans, the full-attention layers' blocks have the ids 0, 1, ...; the ids of each window group's blocks follow.
     So a block id determines which group's table an edit changes, and which layers a copy or a swap moves."""
 
-    window: int  # tokens that a query sees, its own included; >= 1
+    window: int  # tokens that a query attends to, its own included; >= 1
     blocks: int
     host_blocks: int = 0  # host blocks for preempted sequences; their ids follow those of full-attention layers, too
     block_bytes: int = 0  # bytes of keys and values per block, all layers of the group
@@ -140,7 +140,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     poison: list[int] = []  # only in tests: freed blocks, which the executor fills with NaN
     swap_out: list[tuple[int, int]] = []  # (block, host block), all layers; no host block twice
     swap_in: list[tuple[int, int]] = []  # (host block, block); the host block is free from the next plan on
-    look_ahead: bool = True  # search for forced tokens; False: jumps have not paid lately, so skip the search
+    look_ahead: bool = True  # search for forced tokens; False: jumps have not saved time recently, so skip the search
     adapters: list[tuple[int, str]] = []  # (adapter slot, adapter): load its LoRA weights into the slot before `starts`
     keep: list[tuple[int, int]] = []  # (slot, checkpoint): copy the slot's recurrent state before anything else
 
@@ -154,7 +154,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     logprobs: dict[int, TokenLogprob] = {}  # log probabilities by slot, if requested
     prompt_logprobs: dict[int, list[TokenLogprob]] = {}  # log probabilities of this step's prompt tokens, by slot
     failed: dict[int, str] = {}  # error by slot: its logits were not finite, so its KV cache may be wrong
-    step_s: float = 0.0  # seconds from when the step could begin until it was done; 0: not measured
+    step_s: float = 0.0  # seconds since the launch, or since the previous step ended if that was later; 0: not measured
     device_s: float = 0.0  # seconds from the step's first kernel on the device to its last; 0: not measured
     swapped_bytes: int = 0  # bytes moved between device and host by copies that ended since the last result
     swap_s: float = 0.0  # seconds that these copies took
@@ -179,10 +179,10 @@ class Drafter(Protocol):
     def extend(self, slot: int, tokens: list[int]) -> None:
         """Append the tokens of a slot's sequence that the drafter lacks.  `tokens`: all tokens of the sequence."""
 
-    def find(self, slots: list[int], tokens: list[int], least: int) -> list[Draft]:
+    def find(self, slots: list[int], tokens: list[int], min_match: int) -> list[Draft]:
         """Append tokens[i] to slots[i].  Returns drafts for slots that have changed since the last call.
 
-        `least`: minimum length of a match, in tokens."""
+        `min_match`: minimum length of a match, in tokens."""
 
     def end(self, slot: int, *, keep: bool) -> None:
         """Forget a slot.  `keep`: its answer is complete; draft from it for later requests of the same owner."""

@@ -4,11 +4,11 @@ begin_plan        start with empty edits
 attend_decoding   decoding sequences due in the calendar get a block or a private copy of a shared block, pause, or end
 advance_groups    stepped groups compute the tokens that their search has chosen
 jump              sequences with tokens that a grammar forced compute all of them in one slice
-draft             sequences with drafts compute them behind their last token
+draft             sequences with drafts compute them after their last token
 start_favoured    sequences of tenants below their share start first; other tenants' sequences are preempted for them
 continue_prompts  started prompts advance by a chunk, except long prompts
 resume_paused     paused sequences get a slot again
-start_waiting     the head of the queue starts, for as long as slots, token budget and blocks last
+start_waiting     waiting sequences start in queue order, while slots, token budget and blocks last
 continue_long     long prompts advance with the rest of the budget
 finish            the StepPlan
 """
@@ -67,7 +67,7 @@ class PlanBuilder:
         self._preemption, self._swapping, self._groups = preemption, swapping, groups
         self._forced, self._drafts, self.checkpoints = forced, drafts, checkpoints
         self._adapters = adapters
-        self._step = 0  # number of the plan in the making
+        self._step = 0  # step number of the plan in the making
         self._chunk_tokens = 0
         self._decoding = 0  # sequences that decode in the plan
         self._budget = 0  # prompt tokens that the plan can still take
@@ -88,7 +88,7 @@ class PlanBuilder:
         self._awaits_slot = False
 
     def attend_decoding(self) -> None:
-        """Give blocks to the decoding sequences that are due, in order of rank: the last rank is preempted first."""
+        """Give blocks to the decoding sequences that are due, by `order`; the last one is preempted first."""
         for seq in self._batch.pop_due(self._step):
             if seq.due == self._step:
                 self._attend(seq)
@@ -121,15 +121,15 @@ class PlanBuilder:
         ready = self._forced.ready(self._step)
         if not ready or budget <= 0:
             return 0
-        most = min(budget, free)
+        max_tokens = min(budget, free)
         if self._waiting or self._batch.prefilling:
-            most //= 2
+            max_tokens //= 2
         elif len(ready) == self._batch.decoding:
-            most = free
-        tokens = min(most, sum(seq.known - seq.computed_before(self._step) - 1 for seq in ready))
+            max_tokens = free
+        tokens = min(max_tokens, sum(seq.known - seq.computed_before(self._step) - 1 for seq in ready))
         if not self._batch.prefilling and not self._forced.costs.pay(tokens, self._decoding):
             return 0
-        left = most
+        left = max_tokens
         for seq in ready:
             start = seq.computed_before(self._step)
             end = self._writable_end(seq, start, min(seq.known - start, left + 1))
@@ -145,21 +145,22 @@ class PlanBuilder:
             self._decoding -= 1
             self._forced.jumped(end - start)
             left -= end - start - 1
-        self._report.totals.jumped_tokens += most - left
-        return most - left
+        self._report.totals.jumped_tokens += max_tokens - left
+        return max_tokens - left
 
     def draft(self, budget: int, free: int) -> int:
-        """Let decoding sequences compute drafts behind their last token (drafts.py).
+        """Let decoding sequences compute drafts after their last token (drafts.py).
 
-        `budget`, `free`: as for `jump`; half of the budget is left to waiting prompts.  Returns the drafts' number."""
+        `budget`, `free`: as for `jump`; half of the budget is left to waiting prompts.  Returns the number of draft
+        tokens."""
         if budget <= 0 or free <= 0:
             return 0
-        most = min(budget, free)
+        max_tokens = min(budget, free)
         if self._waiting or self._batch.prefilling:
-            most //= 2
+            max_tokens //= 2
         elif self._drafts.found == self._batch.decoding:  # every decoding sequence drafts, so drafts delay no other
-            most = free
-        for seq, draft, count in self._drafts.choose(self._step, most):
+            max_tokens = free
+        for seq, draft, count in self._drafts.choose(self._step, max_tokens):
             start = seq.computed_before(self._step)
             count = self._writable_end(seq, start, count + 1) - start - 1
             if count <= 0 or id(seq) in self._edits.named:
@@ -198,7 +199,8 @@ class PlanBuilder:
     def continue_prompts(self, started: list[Sequence]) -> list[Sequence]:
         """Advance the prompts that started before this plan, except long prompts, which are returned for later.
 
-        While there are long prompts, all other prompts share SHORT_SHARE of the budget, the shortest rest first."""
+        While there are long prompts, all other prompts share SHORT_SHARE of the budget; the prompt with the fewest
+        remaining tokens goes first."""
         short, long = split_by_length(started, self._budget)
         if long:
             self._long_budget = self._budget - int(SHORT_SHARE * self._budget)
@@ -208,7 +210,8 @@ class PlanBuilder:
         return long
 
     def continue_long(self, long: list[Sequence]) -> None:
-        """Advance long prompts, the oldest first, with their share of the budget and what short prompts left of it."""
+        """Advance long prompts, the oldest first, with their own share of the budget and the unused share of short
+        prompts."""
         if long:
             self._budget += self._long_budget
             self._advance_prompts(long)

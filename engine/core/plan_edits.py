@@ -1,4 +1,4 @@
-"""The edits that the plan in the making has collected so far."""
+"""The block-table edits and slices that the step plan in the making has collected so far."""
 
 from __future__ import annotations
 

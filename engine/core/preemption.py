@@ -34,18 +34,18 @@ class Preemption:
         """Preempt sequences until `count` blocks are available.  Returns False if `seq` cannot have them: it was itself
         preempted, or its group is in this plan already and has to wait for the next one.
 
-        The victim is the sequence with the last rank: the lowest priority class, then the newest.  If several tenants
-        have requests, sequences of tenants that hold their share or more are preempted first.  The newest sequence has
-        the fewest tokens to recompute.  The same rank decides which sequence is planned first and which resumes first,
-        so a preempted sequence can never preempt the sequence that displaced it."""
+        The victim is the last sequence by `order`: the newest one of the lowest priority.  If several tenants have
+        requests, sequences of tenants that hold their share or more are preempted first.  The newest sequence has the
+        fewest tokens to recompute.  Sequences are planned and resumed in the same order, so a preempted sequence can
+        never preempt the sequence that displaced it."""
         while self._pool.available < count:
             holders = [s for s in self._batch.holders() if s.state in PREEMPTIBLE and id(s) not in self._edits.named]
             if self._fairness.contend:
                 self._fairness.sum_holdings()
                 over_share = self._fairness.over_share
                 holders = [s for s in holders if s.request.tenant in over_share] or holders
-            victim = max(holders, key=lambda s: s.rank, default=None)
-            if victim is None or (id(seq) in self._edits.named and victim.rank < seq.rank):
+            victim = max(holders, key=lambda s: s.order, default=None)
+            if victim is None or (id(seq) in self._edits.named and victim.order < seq.order):
                 return False
             self.preempt(victim)
             if seq.state not in PREEMPTIBLE:
@@ -64,7 +64,7 @@ class Preemption:
             return
         self._batch.remove(seq)
         if swap and self._swapping.pays(seq):
-            # If this plan was to copy a shared block for the sequence, the source block goes to the host instead.
+            # If this plan would copy a shared block for the sequence, the source block is copied to the host instead.
             totals.swap_preemptions += 1
             totals.swapped_out_blocks += self._swapping.swap_out(seq, self._edits.copies_of(seq))
         else:

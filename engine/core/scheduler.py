@@ -1,8 +1,8 @@
-"""The scheduler: which tokens of which sequences are computed in the next step.
+"""The scheduler: decides which tokens of which sequences the next step computes.
 
-START HERE: `plan()` and `commit()` are the policy.  Everything obeys one rule: *computed catches up with known*.
-A prompt, a chunk of it, a cache hit, a decode and a resume after preemption differ only in the distance between the
-two.
+START HERE: `plan()` and `commit()` are the policy.  Everything obeys one rule: *computed catches up with known*. Known
+tokens: prompt and output so far.  Computed tokens: those with KV. A prompt, a chunk of it, a cache hit, a decode and a
+resume after preemption differ only in the distance between the two.
 
     accept --> OpenRequests --> WaitingQueue --plan()--> Batch --StepPlan--> executor
                                      ^                     |                    |
@@ -216,10 +216,11 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------------- the step
 
     def plan(self, now_ms: int) -> StepPlan | None:
-        """Plan the next step; None when there is nothing to compute.  Earlier steps may still be in flight.
+        """Build the plan of the next step; None when there is nothing to compute.  Earlier steps may still be in
+        flight.
 
-        Also returns None while the scheduler needs the result of the step in flight first: it computes drafts, or the
-        next step should compute drafts that follow its tokens."""
+        Also returns None while the scheduler needs the result of the step in flight first: that step verifies drafts,
+        or the next step should verify drafts that follow its tokens."""
         for request_id in self.requests.expired(now_ms):
             self._end_request(request_id, "deadline")
         builder, batch = self.builder, self.batch

@@ -56,9 +56,9 @@ class Sequence(msgspec.Struct, eq=False):
     limit: int  # maximum tokens, prompt included
     tokens: list[int]  # prompt and output known so far
     state: State = State.WAITING
-    queued_tokens: int = 0  # known tokens that the queue counts for it; 0: not in the queue
+    queued_tokens: int = 0  # its known tokens when it entered the waiting queue; 0: not in the queue
     queued_forks: int = 0  # blocks of its siblings that the queue counts
-    slot: int = -1  # its place in the executor's batch; -1: none
+    slot: int = -1  # its index in the executor's batch; -1: none
     table: list[int] = []
     windows: list[WindowTable] = []  # one table per window group; empty: no such layers, or the sequence has no blocks
     window_units: int = 0  # reserved window blocks, in sequences; a leader also holds its siblings' reservations
@@ -75,7 +75,7 @@ class Sequence(msgspec.Struct, eq=False):
     started_before: bool = False  # the sequence has run; if it waits now, it was preempted
     reassigned: bool = False  # an earlier engine began it, so its client waits for the next token, not the first
     preempted_for_fairness: bool = False  # preempted for another tenant; happens at most once per sequence
-    failed_at: int = -1  # known tokens when a step with this sequence last failed; -1: no such step has failed
+    failed_at: int = -1  # number of known tokens when a step with this sequence last failed; -1: none has failed
     recompute_tokens: int = 0  # computed tokens that the last preemption dropped
     cached_tokens: int = 0  # prompt tokens found in the prefix cache at its first start
     predicted: list[int] = []  # predicted output lengths, tokens: one quantile per forecast_accuracy.LEVELS
@@ -93,8 +93,8 @@ class Sequence(msgspec.Struct, eq=False):
         return len(self.request.token_ids)
 
     @property
-    def rank(self) -> tuple[int, tuple[int, int]]:
-        """Sort key: the more urgent class, then the older sequence.  The lowest starts first and is preempted last."""
+    def order(self) -> tuple[int, tuple[int, int]]:
+        """Sort key of scheduling: priority class, then age.  The smallest starts first and is preempted last."""
         return self.request.priority, self.arrival
 
     @property

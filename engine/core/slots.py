@@ -1,4 +1,4 @@
-"""Slots: the places of sequences in the executor's batch.
+"""Slots: the indices of sequences in the executor's batch.
 
     free --assign--> taken --vacate(step N)--> cooling --step N committed--> free
       ^                |

@@ -1,7 +1,7 @@
 """StatePool: memory for copies of recurrent state, the counterpart of BlockPool for recurrent layers.
 
-The live state of a sequence belongs to its slot and is not allocated here.  The pool has `total` places; each can store
-one copy of a state, and is in exactly one of four conditions:
+The live state of a sequence belongs to its slot and is not allocated here.  The pool has `total` state slots ("places"
+in code); each can store one copy of a state, and is in one of four states:
 
     free     stores no copy
     pending  the plan in the making writes it         published when the plan is issued

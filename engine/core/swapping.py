@@ -69,7 +69,7 @@ class Swapping:
             return False
         if self._preempt == "swap":
             return True
-        # Blocks that other tables share will be cache hits: they are neither copied back nor recomputed.
+        # Blocks that other tables share will be prefix-cache hits: they need neither copying back nor recomputing.
         shared = min(blocks, self._pool.shared_prefix(seq.table)) if self._pool.caching else 0
         again = max(0, seq.computed - shared * self._pool.block_size)
         return self._step_cost.swap_pays((2 * blocks - shared) * self._block_bytes, again)
@@ -77,7 +77,8 @@ class Swapping:
     def swap_out(self, seq: Sequence, planned: Mapping[int, int]) -> int:
         """Plan the copy of a sequence's KV blocks to the host and release its table.  Returns the number of blocks.
 
-        `planned`: private copies that this plan was to make, target block -> source block, which has the content."""
+        `planned`: copy-on-write copies that this plan would make, target block -> source block, which has the
+        content."""
         blocks = [planned.get(block, block) for block in seq.table[: self._blocks(seq)]]
         seq.host = self.host.allocate(len(blocks))
         self._out += zip(blocks, seq.host, strict=True)

@@ -10,7 +10,7 @@ from quire.engine.core.sequence import Sequence, State
 
 
 class WaitingQueue:
-    """Queue of sequences to start: first those that have run before (preempted), then new ones; each part by rank.
+    """Queue of sequences to start: first preempted sequences, then new ones, each by `order`.
 
     A new sequence can overtake a preempted one, and take blocks that it needs, only for fairness between tenants."""
 
@@ -62,4 +62,4 @@ class WaitingQueue:
 
 
 def _place(seq: Sequence) -> tuple[bool, tuple[int, tuple[int, int]]]:
-    return not seq.started_before, seq.rank
+    return not seq.started_before, seq.order

@@ -9,8 +9,8 @@ shares this prefix can reuse it.  The order of eviction:
     x   in no window before an anchor: evicted first
     A   in the window before an anchor, where another prompt may diverge: evicted last, least recently used first
 
-Anchors are the turn boundaries that the gateway names (`Generate.anchors`), the end of the prompt, the position at
-which the prompt diverged from a chain of cached blocks, and the end of the answer.
+Anchors are the turn boundaries in the request (`Generate.anchors`), the end of the prompt, the position at which the
+prompt diverged from a chain of cached blocks, and the end of the answer.
 """
 
 from __future__ import annotations

@@ -36,13 +36,13 @@ class SuffixDrafter:
     def extend(self, slot: int, tokens: list[int]) -> None:
         ops.drafter_extend(self._drafter, slot, tokens)
 
-    def find(self, slots: list[int], tokens: list[int], least: int) -> list[Draft]:
+    def find(self, slots: list[int], tokens: list[int], min_match: int) -> list[Draft]:
         count = len(slots)
         if slots != self._last:
             struct.pack_into(f"{count}q", self._bytes[0], 0, *slots)
             self._last = list(slots)
         struct.pack_into(f"{count}q", self._bytes[1], 0, *tokens)
-        flat = ops.drafter_find(self._drafter, self._slots, self._tokens, count, least)
+        flat = ops.drafter_find(self._drafter, self._slots, self._tokens, count, min_match)
         found, at = [], 0
         while at < len(flat):
             slot, match, source, count = flat[at : at + 4]

@@ -61,7 +61,7 @@ class GuessingDrafter:
         self.known[slot] = list(tokens)
         self.changed.add(slot)
 
-    def find(self, slots: list[int], tokens: list[int], least: int) -> list[Draft]:
+    def find(self, slots: list[int], tokens: list[int], min_match: int) -> list[Draft]:
         for slot, token in zip(slots, tokens, strict=True):
             if slot in self.known:
                 self.known[slot].append(token)

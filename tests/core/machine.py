@@ -199,7 +199,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         core = self.rig.core
         if core.swapping.sequences:
             assert core.headroom.startable() == (0, 0)
-        places = [(not seq.started_before, seq.rank) for seq in core.waiting]
+        places = [(not seq.started_before, seq.order) for seq in core.waiting]
         assert places == sorted(places)
 
     @invariant()

@@ -206,8 +206,8 @@ def test_a_group_of_an_earlier_engine_begins_again_and_sends_what_was_not_sent()
         ({"beams": Beams(8), "new": 60}, "8 beams of 66 tokens, prompt included, take 129 blocks; this engine has 64"),
         ({"beams": Beams(2, 1000.0)}, "length_penalty is 1000.0; it must be -5 to 5"),
         ({"beams": Beams(2, math.nan)}, "length_penalty is nan; it must be -5 to 5"),
-        ({"beams": Beams(2), "presence_penalty": 1.5}, "presence_penalty 1.5 does not go with beam search"),
-        ({"beams": Beams(2), "prompt_logprobs": 0}, "prompt_logprobs 0 does not go with beam search"),
+        ({"beams": Beams(2), "presence_penalty": 1.5}, "presence_penalty 1.5 cannot be combined with beam search"),
+        ({"beams": Beams(2), "prompt_logprobs": 0}, "prompt_logprobs 0 cannot be combined with beam search"),
     ],
 )
 def test_refusals_name_limit_and_value(request_: dict[str, Any], message: str) -> None:

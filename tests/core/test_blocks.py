@@ -39,7 +39,7 @@ class PoolMachine(RuleBasedStateMachine):
     def allocate(self, count: int) -> None:
         if count > 12 - len(self.held()):
             before = self.pool.available
-            with pytest.raises(OutOfBlocks, match=f"{count} blocks wanted, {before} of 12"):
+            with pytest.raises(OutOfBlocks, match=f"{count} blocks requested, {before} of 12"):
                 self.pool.allocate(count)
             assert self.pool.available == before
             return
@@ -57,7 +57,7 @@ class PoolMachine(RuleBasedStateMachine):
         want = next((list(run) for run in runs if not busy & set(run)), None)
         assert self.pool.has_run(count) == (want is not None)
         if want is None:
-            with pytest.raises(OutOfBlocks, match=f"{count} consecutive blocks wanted, {12 - len(busy)} of 12 free"):
+            with pytest.raises(OutOfBlocks, match=f"{count} consecutive blocks requested, {12 - len(busy)} of 12 free"):
                 self.pool.allocate_run(count)
             return
         assert self.pool.allocate_run(count) == want

@@ -216,7 +216,7 @@ def test_a_leader_reserves_windows_for_its_siblings() -> None:
     for seed in range(4):
         one.add(tokens(9, seed), 30, seed=seed, n=2 if seed == 3 else 1, ignore_eos=True)
     one.submit()
-    live = sorted(one.core.live(), key=lambda seq: seq.rank)
+    live = sorted(one.core.live(), key=lambda seq: seq.order)
     assert [seq.window_units for seq in live] == [1, 1, 1, 0, 0]  # the last two wait for a second slot
     assert layers.reservations.may_hold(live[3])
     one.run()

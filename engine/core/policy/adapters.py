@@ -32,7 +32,7 @@ class AdapterSlots:
         self._batch, self._waiting = batch, waiting
         self._slots: dict[str, int] = {}  # adapter -> slot, least recently used first
         self._loads: list[tuple[int, str]] = []  # (slot, adapter) loads for the next plan
-        self._overtaken: dict[str, int] = {}  # adapter without a slot -> starts with other adapters while it waits
+        self._overtaken: dict[str, int] = {}  # waiting adapter -> sequences with other adapters started meanwhile
 
     @property
     def resident(self) -> list[str]:
@@ -44,7 +44,7 @@ class AdapterSlots:
         return self._slots[seq.request.adapter] if seq.request.adapter else -1
 
     def startable(self, waiting: Iterable[Sequence]) -> Iterable[Sequence]:
-        """Return the waiting sequences, in order, that can start as far as adapter slots are concerned."""
+        """Return the waiting sequences, in order, whose adapter has a slot or can get one."""
         return self._startable(waiting) if self.count else waiting
 
     def take(self, seq: Sequence) -> int:
@@ -77,7 +77,7 @@ class AdapterSlots:
     def blocked_tokens(self) -> int:
         """Known tokens of the sequences that wait for an adapter slot, as of the last plan.
 
-        They do not use the prompt budget now, so the engine claims other requests in addition."""
+        They use no prompt budget now, so the engine claims other requests in addition."""
         if not self._overtaken:
             return 0
         return sum(seq.queued_tokens for seq in self._waiting if seq.request.adapter in self._overtaken)

@@ -23,10 +23,10 @@ from quire.engine.core.policy.growth import GrowthPolicy
 from quire.engine.core.sequence import Sequence, State
 from quire.engine.core.waiting_queue import WaitingQueue
 
-UNPRESSED = 4  # while 1/UNPRESSED of the pool is available, every sequence may grow
-CROWDED = 4  # if more than this many sequences are paused per running sequence,
-PATIENCE = 128  # for this many steps, the largest sequence is preempted
-PRESSURE_SLOTS = 64  # sequence sizes are sorted again every 1 + sequences / PRESSURE_SLOTS steps
+UNPRESSED = 4  # while at least 1/UNPRESSED of the pool is available, every sequence may grow
+CROWDED = 4  # maximum paused sequences per running sequence before the largest one is preempted
+PATIENCE = 128  # steps that CROWDED may be exceeded before that preemption
+PRESSURE_SLOTS = 64  # under memory pressure, sequence sizes are sorted again every 1 + sequences / this number of steps
 
 
 class AdmissionPolicy(Protocol):
@@ -36,7 +36,8 @@ class AdmissionPolicy(Protocol):
     preempts: bool  # whether sequences may be preempted so that another tenant's sequence can start
 
     def blocks_to_start(self, seq: Sequence) -> int:
-        """Return how many available blocks a start takes: new blocks, and cached blocks that are idle now."""
+        """Return how many available blocks a start takes: new blocks, and cached blocks that no table references
+        now."""
 
     def may_start(self, seq: Sequence) -> bool:
         """Return whether the head of the queue may start.  Slots for it and its siblings must be free."""
@@ -57,7 +58,7 @@ class AdmissionPolicy(Protocol):
         """Return the predicted peak KV usage of the running sequences if no other starts, in blocks."""
 
     def begin_starts(self) -> None:
-        """Drop the demand summed up for the previous plan."""
+        """Forget the sum of the sequences' KV-block demand that the previous plan computed."""
 
     def forget_sizes(self) -> None:
         """Let the next may_grow() sort the sizes of the running sequences again."""
@@ -157,7 +158,7 @@ class PeakBound(Unlimited):
     """Base class of the modes that bound the predicted peak of all running sequences."""
 
     def free_blocks(self, waiting: WaitingQueue) -> int:
-        # The forecast refused the head of the queue, and a new request would wait behind it.
+        # The forecast refused the first sequence of the queue, and a new request would wait behind it.
         if waiting and self.forecast.ask_again > self._batch.step:
             return 0
         return super().free_blocks(waiting)
@@ -174,15 +175,16 @@ class PeakBound(Unlimited):
 
 
 class Forecast(PeakBound):
-    """Starts a sequence if the predicted peak fits the pool.  If the peak was higher, the smallest sequences pause."""
+    """Starts a sequence if the predicted peak fits the pool.  If the actual peak is higher, the smallest sequences
+    pause."""
 
     def __init__(self, pool: BlockPool, limits: Limits, batch: Batch, allocation: AllocationPolicy) -> None:
         super().__init__(pool, limits, batch, allocation)
         self._sizes, self._sizes_step = GrowthPolicy(()), 0  # growth policy, and the step in which to rebuild it
-        self._uncrowded = 0  # the last step in which enough sequences ran, compared with the paused ones
+        self._uncrowded = 0  # the last step with at most CROWDED paused sequences per running sequence
 
     def may_grow(self, seq: Sequence) -> bool:
-        """Ask the growth policy under memory pressure.
+        """Apply the growth policy under memory pressure.
 
         A sequence without stop tokens may always grow: the forecast admitted it with its exact final length."""
         if not seq.stops:

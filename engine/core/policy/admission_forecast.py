@@ -1,6 +1,6 @@
 """The admission forecast: the predicted peak KV usage of the running sequences, and whether one more sequence fits.
 
-This module translates sequences into lengths and tokens for `forecast.py`, which computes the bound.
+This module converts sequences into lengths and tokens for `forecast.py`, which computes the bound.
 `forecast_accuracy.py` compares the predictions with the actual usage.
 """
 
@@ -31,14 +31,14 @@ class AdmissionForecast:
         self.ask_again = 0  # after a refusal: the first step in which the forecast is computed again
         self.step_tokens = 1 << 62  # maximum prompt tokens of a step
         self._pool, self._worst_case = pool, worst_case
-        self._demand: Demand | None = None  # demand of the running sequences, while a plan is made
+        self._demand: Demand | None = None  # KV-block demand of the running sequences, while a plan is made
         self._rows = 0  # number of sequences in the last demand
         self._peak, self._peak_step = 0, -1  # the last peak(), and the step in which it was computed
         self._cohort: Cohort | None = None
         self._look_again = 0  # the step in which the cohort's blocks are summed up next
 
     def forget_demand(self) -> None:
-        """Drop the demand summed up for the previous plan."""
+        """Forget the sum of the sequences' KV-block demand that the previous plan computed."""
         self._demand = None
 
     def fits(self, seq: Sequence, hits: list[int], holders: Iterable[Sequence], step: int, in_flight: int) -> bool:
@@ -57,7 +57,7 @@ class AdmissionForecast:
         return False
 
     def would_fit(self, seq: Sequence, hits: list[int], holders: Iterable[Sequence], step: int, in_flight: int) -> bool:
-        """Return whether the peak of any given `holders` and `seq` would fit the pool; stores nothing."""
+        """Return whether the peak of the sequences `holders` and of `seq` would fit the pool; stores nothing."""
         return self._with(self._of(holders, step, in_flight), seq, hits, in_flight) <= self._pool.total
 
     def peak(self, holders: Iterable[Sequence], step: int, in_flight: int) -> int:
@@ -103,7 +103,8 @@ class AdmissionForecast:
         self._look_again = step + 1 + self._rows // WATCH_SLOTS
 
     def _with(self, demand: Demand, seq: Sequence, hits: list[int], in_flight: int) -> int:
-        """Add `seq` and its siblings to a demand, and return the new bound.  `hits`: cached blocks of `seq`."""
+        """Add `seq` and its siblings to a KV-block demand, and return the new bound.  `hits`: cached blocks of
+        `seq`."""
         in_flight += self._later(demand, seq.known - len(hits) * self._pool.block_size)
         self._expect(demand, seq, seq.known, len(hits) - self._pool.idle_among(hits), in_flight)
         for sibling in seq.siblings:
@@ -112,7 +113,7 @@ class AdmissionForecast:
         return demand.bound()
 
     def _of(self, holders: Iterable[Sequence], step: int, in_flight: int) -> Demand:
-        """Sum up the demand of the holders from the end of `step` on."""
+        """Sum up the KV-block demand of the holders from the end of `step` on."""
         demand, common = Demand(self._pool.block_size, CAUTION), set[int]()
         self._rows = 0
         for seq, tokens, shared in self._parts(holders, step, common):
@@ -123,7 +124,7 @@ class AdmissionForecast:
         return demand
 
     def _later(self, demand: Demand, to_compute: int) -> int:
-        """Return the delay of a sequence's end, in steps, because prefills up to its own take several steps.
+        """Return the delay of a sequence's end, in steps, because its own and earlier prefills take several steps.
 
         `to_compute`: its prompt tokens that are not computed yet; the demand adds them up."""
         demand.to_compute += to_compute
@@ -135,7 +136,7 @@ class AdmissionForecast:
         Adds the blocks that several tables share to `common`.  Shared blocks count as held even if one of the
         sequences ends, since another sequence may continue."""
         size = self._pool.block_size
-        # The worst case must be exact: it may not count a block too few.
+        # The worst case must be exact: it must not miss a block.
         prefix = self._pool.certain_prefix if self._worst_case else self._pool.shared_prefix
         for seq in holders:
             tokens = tokens_held(seq, step)

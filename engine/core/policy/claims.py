@@ -1,11 +1,12 @@
-"""Claims: how many prompt tokens an engine takes at once from the shared queue, at most those that fit its KV cache.
+"""Claims: the prompt tokens that an engine claims at once from the shared queue, within its free KV cache.
 
     shared queue: lanes, fairness, priority ──claim──> prompts of this engine, in order of arrival ──> first tokens
                   '-- requests that wait here can still be overtaken, and leave the on-time lane --'
 
-An engine computes claimed requests in the order of their claims, even if more urgent requests arrive later.  If prompts
-are slow, more of them fit the KV cache than can be computed within the target TTFT.  So an engine claims only the
-prompt tokens of its next steps.  When no prompt is left to compute, it claims at least one prompt of any length.
+An engine computes claimed requests in the order of their claims, even if more urgent requests arrive later.  If prefill
+is slow, more prompts fit the KV cache than can be computed within the TTFT target.  So an engine claims only the prompt
+tokens of its next steps. (The on-time lane has the requests whose predicted wait meets the TTFT target.)  When no
+prompt is left to compute, it claims at least one prompt of any length.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from quire.engine.core.policy.step_cost import StepCostModel
 from quire.engine.core.waiting_queue import WaitingQueue
 
 STEPS = 2  # steps whose prompt tokens are claimed ahead: the engine syncs with the queue once per step
-SECONDS = 0.2  # if more than STEPS steps fit this time, the prompt tokens of all these steps are claimed ahead
+SECONDS = 0.2  # if more than STEPS steps take less than this time, the prompt tokens of all of them are claimed ahead
 MEMORY = 8  # window of the moving average of prompt lengths, in claimed requests
 
 

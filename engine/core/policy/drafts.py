@@ -1,4 +1,4 @@
-"""Draft control: how many drafts a step computes, for the maximum tokens per second.
+"""Draft control (speculative decoding): chooses how many draft tokens to verify, for the maximum tokens per second.
 
     D(n)          seconds of a step of n sequences without drafts (StepCostModel.exact_decode_s)
     D(n) + X(p)   seconds of a step of n sequences with drafts in p tokens of new tiles: measured per power of two of n
@@ -8,13 +8,13 @@ A step without drafts gives n tokens, and each draft token adds its survival.  A
 survival; the first d are computed, with the d that maximises (n + sum of survivals) / (D(n) + X(p)).  No draft is
 computed unless this exceeds n / D(n) by the factor MARGIN.
 
-Linear layers compute tokens in tiles of T, so drafts are counted by the tiles that they begin:
+Linear layers compute tokens in tiles of T, so the cost of drafts is counted in tiles that they add to the step:
 
     tokens  | n sequences and drafts |  free  ||          tile            ||        tile ...
             |<------ complete tiles --------->|<-- p = T: as long for one draft as for T -->|
 
-Drafts that fit into the last tile of a step count as p = 1.  So a tile is filled or not begun, and a probe stays in the
-last tile if that is not full.
+Drafts that fit into the last tile of a step count as p = 1.  So drafts fill a further tile or do not begin it, and a
+probe (see below) stays in the last tile if that is not full.
 
 Acceptance rates are learnt per request, and per tenant, source and match length.  A request begins with its tenant's
 rates.  An executor that runs ahead has a step in flight when the next step is planned.  Drafts need the result of the
@@ -29,13 +29,14 @@ Predictions err, so a credit account, in seconds, bounds the time that drafts ma
     + time that accepted drafts have saved, - time that drafts have added, both as measured
 
 Other work on the machine delays steps by more than drafts do, often for several steps.  So the time of a step with
-drafts is divided by the pace (StepCostModel.pace): the time of the decode-only steps just before it over their average.
-An average that is too old is measured anew first.  And X(p) is at least the time of p prompt tokens, times the fraction
-of D(n) that n prompt tokens take: further tokens cost little only while a step waits for weights.
+drafts is divided by the slowdown (StepCostModel.pace): the time of the decode-only steps just before it over their
+average.  An average that is too old is measured again first.  And X(p) is at least the time of p prompt tokens, times
+the fraction of D(n) that n prompt tokens take: further tokens cost little only while a step is bound by reading
+weights.
 
-A step computes at most the drafts whose time the account can pay even if all of them are refused.  If no drafts were
-computed, no rate would be learnt.  So when the account holds twice the time of PROBE_TOKENS drafts, these are computed
-(a probe).
+A step computes at most the drafts whose time the account covers even if all of them are refused.  Without computed
+drafts no acceptance rate is learnt.  So when the account holds twice the time of PROBE_TOKENS drafts, these are
+computed (a probe).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ MARGIN = 1.03  # minimum predicted speedup for which drafts are computed, since 
 PROBES = 1 / 200  # fraction of the time of steps without drafts that drafts may lose
 FIRST_CREDIT = 0.25  # initial credit, in steps without drafts
 MAX_CREDIT = 2.0  # maximum credit, in decode-only steps of the batch size, however much time drafts have saved
-GROWTH = 2.0  # a step has at most this multiple of the drafts measured so far, since the time of more is unknown
+GROWTH = 2.0  # a step has at most this multiple of the maximum drafts measured so far: the time of more is unknown
 PROBE_TOKENS = 4  # draft tokens of a probe
 FIRST_RATE, FIRST_WEIGHT = 0.7, 2.0  # prior of a tenant's acceptance rate, and its weight in drafts
 TENANT_WEIGHT = 4.0  # weight of the tenant's rate in a request's rate, in drafts
@@ -62,10 +63,10 @@ UNLIKELY = 0.02  # draft tokens with at most this survival are not considered
 KEPT = 0.97  # factor on the weight of earlier drafts for each new draft: exponential decay
 TENANTS = 1024  # tenants whose rates are kept, most recent first
 MATCHES = (2, 4, 8, 16)  # minimum match length of each class of drafts, in tokens
-# After this many steps with drafts one step has none, to measure its current time: first interval, maximum interval.
+# Steps with drafts between two steps without, which measure the current decode-only time: first, maximum interval.
 FIRST_RECHECK, RECHECK = 8, 32
-KNOWN = 4  # steps without drafts that are measured before drafts begin: a single measurement may err by half
-SEARCHES = 64  # every SEARCHES steps matches of any length are searched, even if short matches have not paid
+KNOWN = 4  # steps without drafts that are measured before drafts begin: a single measurement may be wrong by half
+SEARCHES = 64  # every SEARCHES steps matches of any length are searched, even if short matches have not saved time
 
 
 @dataclass(slots=True)
@@ -88,8 +89,8 @@ class _Rate:
 class _Extra:
     """Extra seconds that drafts add to steps of similar batch size, keyed by the bit length of p.
 
-    The first measurement may be far too long, and then few drafts would be computed to correct it, so a lower second
-    measurement replaces it.  Measurements below 0 are clock errors; they are averaged in, too, to avoid a bias."""
+    The first measurement may be far too long, and then few drafts would be computed to correct it.  So a lower second
+    measurement replaces it.  Measurements below 0 are timing noise; they are averaged in, too, to avoid a bias."""
 
     seconds: dict[int, float] = field(default_factory=dict)
     padded: dict[int, float] = field(default_factory=dict)  # moving average of p in these steps
@@ -109,12 +110,12 @@ class _Extra:
             averages[size] = average + FRESH * (value - average)
 
     def doubtful(self, padded: int, limit_s: float) -> bool:
-        """Return whether steps with about this p were measured only once, at more than `limit_s`."""
+        """Return whether there is only one measurement of about this p, and it is longer than `limit_s` seconds."""
         size = padded.bit_length()
         return self.readings.get(size) == 1 and self.seconds[size] > limit_s
 
     def cheapest(self) -> float:
-        """Return the minimum seconds per draft token over all measured numbers of drafts."""
+        """Return the minimum measured seconds per draft token."""
         return max(0.0, min(seconds / self.tokens[size] for size, seconds in self.seconds.items()))
 
     def line(self, size: int, token_s: float) -> tuple[float, float, float]:
@@ -137,7 +138,7 @@ UNKNOWN = _Extra()  # no measurements
 
 
 class DraftController:
-    """Chooses the drafts that pay.  O(drafts found) per step."""
+    """Chooses the draft tokens that raise tokens per second.  O(drafts found) per step."""
 
     def __init__(self, step_cost: StepCostModel, tile_tokens: int = 1) -> None:
         """`tile_tokens`: T (ModelInfo.tile_tokens)."""
@@ -146,8 +147,8 @@ class DraftController:
         self._tenants: OrderedDict[str, dict[tuple[int, int], _Rate]] = OrderedDict()
         self._requests: dict[str, dict[int, _Rate]] = {}  # acceptance rates by source
         self._overall = [_Rate() for _ in MATCHES]  # rates of all tenants together, by class of match
-        self._in_a_row: dict[tuple[int, int], int] = {}  # by load_class: consecutive steps with drafts
-        self._recheck: dict[tuple[int, int], int] = {}  # by load_class: interval between steps without drafts
+        self._in_a_row: dict[tuple[int, int], int] = {}  # consecutive steps with drafts, by load_class
+        self._recheck: dict[tuple[int, int], int] = {}  # steps between two steps without drafts, by load_class
         self._searches = 0
         self._credit_s = inf  # credit account in seconds; inf: not opened yet
         self._idle_s = 0.0  # moving average of the seconds that the device waits for a step with drafts
@@ -185,41 +186,41 @@ class DraftController:
     # ------------------------------------------------------------------------------------------------------- choosing
 
     def min_match(self, seqs: int) -> int:
-        """Return the minimum match length, in tokens, for which drafts may pay in a step of `seqs` sequences.
+        """Return the minimum match length, in tokens, for which drafts may save time in a step of `seqs` sequences.
 
-        Short matches are frequent in any text, so searching them costs host time in vain if they do not pay.  Every
+        Short matches are frequent in any text, so searching them wastes host time if their drafts save none.  Every
         SEARCHES steps all lengths are searched, since rates may have changed."""
         self._searches += 1
         worth = self._worth(seqs)
         if not worth or self._searches % SEARCHES == 0:
             return 2
-        for least, rate in zip((2, *MATCHES[1:]), self._overall, strict=True):
+        for min_match, rate in zip((2, *MATCHES[1:]), self._overall, strict=True):
             if rate.value(FIRST_RATE, FIRST_WEIGHT) >= worth:
-                return least
+                return min_match
         return MATCHES[-1]
 
-    def choose(self, drafts: list[tuple[Sequence, Draft]], seqs: int, most: int) -> list[int]:
-        """Return how many tokens of each draft to compute, in a step of `seqs` sequences with at most `most` drafts."""
+    def choose(self, drafts: list[tuple[Sequence, Draft]], seqs: int, max_tokens: int) -> list[int]:
+        """Return how many tokens of each draft a step of `seqs` sequences computes, at most `max_tokens` in total."""
         rates = [self._rate(seq, draft) for seq, draft in drafts]
         lengths = [len(draft.tokens) for _, draft in drafts]
         if self._plain_step_due(seqs):
             return [0] * len(drafts)
-        counts, gain = self._best(rates, lengths, seqs, most)
-        counts = counts if gain else self._probe(lengths, seqs, most)
+        counts, gain = self._best(rates, lengths, seqs, max_tokens)
+        counts = counts if gain else self._probe(lengths, seqs, max_tokens)
         size = load_class(seqs)
         self._in_a_row[size] = self._in_a_row.get(size, 0) + 1 if any(counts) else 0
         if not any(counts):
             self._recheck.pop(size, None)
         return counts
 
-    def pays(self, drafts: list[tuple[Sequence, Draft]], seqs: int, most: int) -> bool:
+    def pays(self, drafts: list[tuple[Sequence, Draft]], seqs: int, max_tokens: int) -> bool:
         """Return whether to wait for the result of the step in flight, so that the next step can compute drafts."""
         rates = [self._rate(seq, draft) for seq, draft in drafts]
         lengths = [len(draft.tokens) for _, draft in drafts]
         if self._plain_step_due(seqs):
             return False
-        _, gain = self._best(rates, lengths, seqs, most, waits=True)
-        return gain or self._probe_size(lengths, seqs, most) > 0
+        _, gain = self._best(rates, lengths, seqs, max_tokens, waits=True)
+        return gain or self._probe_size(lengths, seqs, max_tokens) > 0
 
     def extra_s(self, seqs: int, tokens: int) -> float:
         """Return the estimated seconds that `tokens` drafts add to a step of `seqs` sequences."""
@@ -233,7 +234,7 @@ class DraftController:
         return max(1, (-(-(seqs + tokens) // tile) - -(-seqs // tile)) * tile)
 
     def _floor_s(self, seqs: int) -> float:
-        """Return the minimum seconds per draft; it grows with the fraction of a step that is arithmetic; 0: unknown."""
+        """Return a lower bound of the seconds per draft token; it grows as steps become compute-bound; 0: unknown."""
         alone, each = self._step_cost.exact_decode_s(seqs), self._step_cost.token_s
         return min(1.0, seqs * each / alone) * min(each, alone / seqs) if alone else 0.0
 
@@ -255,7 +256,8 @@ class DraftController:
         return first if extra is None else max(first, int(GROWTH * max(extra.tokens.values())))
 
     def _worth(self, seqs: int) -> float:
-        """Return the survival from which a draft token pays, at the lowest measured time per draft; 0: unknown."""
+        """Return the minimum survival of a draft token worth its time, at the lowest measured time per draft; 0:
+        unknown."""
         alone, extra = self._step_cost.exact_decode_s(seqs), self._extra.get(seqs.bit_length())
         return 0.0 if not alone or extra is None else max(extra.cheapest(), self._floor_s(seqs)) * seqs / alone
 
@@ -275,21 +277,21 @@ class DraftController:
         return min(self._credit_s, MAX_CREDIT * alone)
 
     def _best(
-        self, rates: list[float], lengths: list[int], seqs: int, most: int, *, waits: bool = False
+        self, rates: list[float], lengths: list[int], seqs: int, max_tokens: int, *, waits: bool = False
     ) -> tuple[list[int], bool]:
-        """Return the draft tokens per sequence that maximise tokens per second, and whether drafts pay at all.
+        """Return the draft tokens per sequence that maximise tokens per second, and whether drafts save time at all.
 
         `waits`: the token before the drafts is still in flight, so it is a guess, too."""
         counts = [0] * len(rates)
         alone = self._step_cost.exact_decode_s(seqs)
-        if not alone or most <= 0:  # no measurements yet
+        if not alone or max_tokens <= 0:  # no measurements yet
             return counts, False
         ranked = [(-rate * rate if waits else -rate, at) for at, rate in enumerate(rates)]
         idle, credit, floor = self._idle_s if waits else 0.0, self._credit(alone), self._floor_s(seqs)
         heapify(ranked)
         expected, tokens, size, best, best_tokens = float(seqs), 0, 0, MARGIN * seqs / alone, 0
-        order, least = [], max(UNLIKELY, self._worth(seqs) / 2)  # half of the worth, since measured times err
-        while tokens < most and ranked[0][0] < -least:
+        order, min_survival = [], max(UNLIKELY, self._worth(seqs) / 2)  # half of the minimum, since measured times err
+        while tokens < max_tokens and ranked[0][0] < -min_survival:
             survival, at = -ranked[0][0], ranked[0][1]
             tokens += 1
             padded = self._padded(seqs, tokens)
@@ -310,18 +312,18 @@ class DraftController:
             counts[at] -= 1
         return counts, best_tokens > 0
 
-    def _probe(self, lengths: list[int], seqs: int, most: int) -> list[int]:
-        """Return the draft tokens per sequence of a probe if the credit account can pay for it, else zeros."""
+    def _probe(self, lengths: list[int], seqs: int, max_tokens: int) -> list[int]:
+        """Return the draft tokens per sequence of a probe if the credit account covers it, else zeros."""
         counts = [0] * len(lengths)
-        if count := self._probe_size(lengths, seqs, most):
+        if count := self._probe_size(lengths, seqs, max_tokens):
             counts[lengths.index(max(lengths))] = count
         return counts
 
-    def _probe_size(self, lengths: list[int], seqs: int, most: int) -> int:
+    def _probe_size(self, lengths: list[int], seqs: int, max_tokens: int) -> int:
         """Add PROBES to the credit account for a step without drafts.  Returns the tokens of a due probe, or 0."""
         alone = self._step_cost.exact_decode_s(seqs)
         free = -seqs % self._tile_tokens  # tokens that fit into the last tile
-        count = min(PROBE_TOKENS, most, max(lengths), free or PROBE_TOKENS)
+        count = min(PROBE_TOKENS, max_tokens, max(lengths), free or PROBE_TOKENS)
         if not alone:
             return 0
         self._book(PROBES * alone, alone)
@@ -352,4 +354,4 @@ class DraftController:
 
 def _class(draft: Draft) -> int:
     """Return the class of a draft by its match length, an index into MATCHES."""
-    return max(0, sum(draft.match >= least for least in MATCHES) - 1)
+    return max(0, sum(draft.match >= min_match for min_match in MATCHES) - 1)

@@ -1,11 +1,11 @@
 """Eviction: which cached block is overwritten when no block is free.
 
-The order is LRU, except that a tenant that caches more than its share cannot evict the reused prefixes of other
-tenants.  The least recently used block is moved to the end of the order, for another round, if
+Evicts cached, unreferenced blocks in LRU order, except that a tenant that caches more than its share cannot evict the
+reused prefixes of other tenants.  The least recently used block is moved to the end of the order, for another round, if
 
     its tenant caches less than its share   by weight, among the tenants that have cached blocks
     and its tenant has reused the block     a request hit it, or recomputed it soon after its eviction
-    and it has had fewer than ROUNDS        so blocks that a tenant uses no more are evicted in the end
+    and it has had fewer than ROUNDS        so blocks that a tenant no longer uses are evicted in the end
 
     head                                                        tail
     [quiet] [flood] [flood] [quiet] [flood] ............ [flood]

@@ -1,8 +1,8 @@
 """Fairness: preempts sequences of tenants above their share of the KV cache, so that tenants below theirs can start.
 
 The shared queue is fair between tenants by Virtual Token Counter (engine/wire/redis/KEYS.md): it decides whose request
-is claimed next.  But if one tenant has filled the pool, a claimed request of another tenant must wait for blocks.  So a
-waiting sequence of a tenant below its share preempts the newest sequences of the tenant that holds most:
+is claimed next.  But if one tenant has filled the pool, a claimed request of another tenant must wait for blocks.  So
+for a waiting sequence of a tenant below its share, the newest sequences of the tenant that holds most are preempted:
 
     blocks by weight
     |  loud                        the loud tenant still holds at least as much as the quiet one afterwards,
@@ -37,8 +37,8 @@ from quire.engine.core.waiting_queue import WaitingQueue
 
 LOOK_SLOTS = 32  # the blocks of each tenant are summed up again every 1 + running / LOOK_SLOTS steps
 FAVOUR_SLOTS = 64  # after a search without result, the next search follows 1 + running / FAVOUR_SLOTS steps later
-# The searches of one plan begin no further try once their tries have visited this many running sequences, 2 to 5 us
-# each.  With 800 running sequences of as many tenants, a search among 200 waiting tenants took 1.4 s.
+# Running sequences after which the searches of one plan try no further waiting sequence; each takes 2 to 5 us.  Without
+# this limit a search for 200 waiting tenants among 800 running sequences of 800 tenants took 1.4 s.
 MAX_VISITS = 2_048
 ENGINE = "(engine)"  # tenant of the engine's own requests, which have no share: nothing is preempted for them
 PREEMPTIBLE = (State.PREFILLING, State.DECODING, State.PAUSED)
@@ -61,7 +61,7 @@ class Shares:
             if not seq.preempted_for_fairness and seq.state in PREEMPTIBLE:
                 own.append(seq)
         for own in self._newest.values():
-            own.sort(key=lambda seq: seq.rank, reverse=True)
+            own.sort(key=lambda seq: seq.order, reverse=True)
 
     def over_share(self) -> list[str]:
         """Return the tenants that hold their share or more.  The only tenant always does."""
@@ -82,8 +82,8 @@ class Shares:
     def yielding_to(self, seq: Sequence, need: int) -> Iterator[Sequence]:
         """Iterate over the sequences to preempt so that `seq`, which takes `need` blocks, can start.
 
-        Each is the sequence with the last rank, of the tenant that then holds most by weight.  Stops when that tenant
-        would keep less, by weight, than the tenant of `seq` gets."""
+        Each is the last sequence by `order` of the tenant that then holds most by weight.  Stops when that tenant would
+        keep less, by weight, than the tenant of `seq` gets."""
         taker, blocks = seq.request.tenant, Counter(self._blocks)
         level = (blocks[taker] + need) / seq.request.weight
         queues = {tenant: iter(own) for tenant, own in self._newest.items() if tenant != taker}
@@ -124,9 +124,9 @@ class Fairness:
         self._adapters = adapters
         self._for_another = 0  # blocks that preemptions for fairness could free for one more tenant
         self._look_step = 0  # the first step in which holdings are summed up again
-        self._retry_step = 0  # the first step in which a favoured sequence is searched again
+        self._retry_step = 0  # the first step that searches for a favoured sequence again
         self._visits, self._visits_step = 0, -1  # running sequences that the searches of a plan have visited; its step
-        # Tenants that a search tried in vain before it was cut off: the next one skips them.
+        # Tenants that a search tried without success before its limit: the next search skips them.
         self._failed = set[str]()
 
     @property
@@ -187,7 +187,8 @@ class Fairness:
         return None
 
     def _victims(self, seq: Sequence, shares: Shares, named: Container[int]) -> list[Sequence] | None:
-        """Return the fewest sequences to preempt so that `seq` can start; None: even all candidates are not enough.
+        """Return the fewest sequences to preempt so that `seq` can start; None: preempting all candidates is not
+        enough.
 
         `shares`: the blocks that each tenant holds now."""
         slots = self._batch.slots

@@ -1,8 +1,8 @@
 """Forecast: predicted output lengths, and the peak KV usage that follows from them.
 
 `LengthModel` learns the distribution of output lengths.  `peak_curve` is exact for sequences with known lengths.
-`Demand` adds the sequences of unknown length, and computes a bound that the peak exceeds only rarely.  Admission
-compares this bound with the pool.
+`Demand` (of KV blocks) adds the sequences of unknown length, and computes a bound that the peak rarely exceeds.
+Admission compares this bound with the pool.
 
     blocks                     ____  bound: all sequences grow, and unusually few end
     pool |- - - - - - - - -__/- - -\\_ - - - -

@@ -1,7 +1,7 @@
 """Forecast accuracy: how often two kinds of predictions came true since the engine started.
 
-Output lengths: when a sequence starts, the forecast predicts a length for each probability in `LEVELS`.  If the life
-table is right, this fraction of outputs stays within the predicted length.
+Output lengths: when a sequence starts, the forecast predicts a length for each probability in `LEVELS`.  With a correct
+life table, this fraction of outputs is not longer than the predicted length.
 
 Peak usage: a cohort is the set of sequences that hold blocks at one moment.  The forecast computes a bound on the
 blocks that the cohort holds at once.  The usage should rarely exceed the bound, and should not stay far below it.
@@ -38,7 +38,7 @@ class ForecastAccuracy(msgspec.Struct):
                 self.within[level] += produced <= length
 
     def peak(self, bound: int, held: int) -> None:
-        """Count a cohort that is over.  `held`: its actual peak, blocks."""
+        """Count a cohort whose usage cannot rise any more.  `held`: its actual peak, blocks."""
         self.peaks += 1
         self.peaks_passed += held > bound
         self.bound_blocks += bound
@@ -65,7 +65,8 @@ class Cohort:
         self._members, self._common, self._size = members, common, block_size
 
     def look(self, step: int) -> bool:
-        """Sum up the blocks of the members at the end of `step`.  Returns True if the cohort is over.  O(members)."""
+        """Sum up the blocks of the members at the end of `step`.  Returns True if they cannot grow any more.
+        O(members)."""
         self._members = [(seq, shared) for seq, shared in self._members if seq.state is not State.FINISHED]
         held = most = self._common if self._members else 0
         for seq, shared in self._members:

@@ -6,9 +6,9 @@ other kernels, and large batches run without a CUDA graph, so a jump of four tok
     decode step       D seconds for n sequences        one token of one sequence is worth D / n
     step with jumps   D + extra seconds                saves D / n per token that it jumps over
 
-So jumps pay if tokens * D / n > extra.  The plan has jumps only if they save GAIN times the extra time, because every
-sequence waits for the longer step, few sequences jump, and a batch ends with its slowest sequence.  The extra time
-depends on the device, the model and n, so it is measured.
+So jumps save time if tokens * D / n > extra.  The plan has jumps only if they save GAIN times the extra time, because
+every sequence waits for the longer step, few sequences jump, and a batch ends with its slowest sequence.  The extra
+time depends on the device, the model and n, so it is measured.
 
 The search for forced tokens takes some microseconds of host time per sequence with a grammar.  It stops for a while if
 jumps are refused repeatedly.

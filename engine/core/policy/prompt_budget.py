@@ -1,11 +1,12 @@
-"""Prompt budget: prompt tokens of a step that also decodes, and their division between short and long prompts.
+"""Prompt budget: maximum prompt tokens of a step that also decodes, and their division between short and long prompts.
 
 Prompts advance in the order of their starts, each with all tokens that the step has left, except long prompts:
 
     step budget   |  short prompts, and prompts that start now  |  long prompts, in the order of their starts  |
                   |  a fifth at most; the unused rest goes to ->
 
-So a prompt that arrives after a long prompt starts in the next step, and the long prompt keeps 4/5 of its speed.
+So a prompt that arrives after a long prompt starts in the next step, and the long prompt keeps 4/5 of its prefill
+throughput.
 """
 
 from __future__ import annotations

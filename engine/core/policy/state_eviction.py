@@ -1,4 +1,4 @@
-"""State eviction: which checkpoint of recurrent state is overwritten when no place is free.
+"""State eviction: which checkpoint of recurrent state is overwritten when no state slot is free.
 
 All checkpoints have the same size, so the checkpoint with the lowest recency + saved work is evicted.  Both terms are
 scaled to 0..1: recency is 1 for the checkpoint used last, and saved work is 1 for the checkpoint that saves most tokens
@@ -33,7 +33,8 @@ class StateEviction:
     """Chooses the checkpoint to overwrite.  O(checkpoints) per choice."""
 
     def choose(self, checkpoints: Iterable[tuple[int, Kept]]) -> int:
-        """Return the place of the checkpoint to overwrite; -1: there is none.  Ties go to the least recently used."""
+        """Return the state slot of the checkpoint to overwrite; -1: there is none.  Ties go to the least recently
+        used."""
         found = list(checkpoints)
         if not found:
             return -1

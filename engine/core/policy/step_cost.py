@@ -17,12 +17,12 @@ ROUND = 64  # prompt tokens from which a step with prompts has full weight
 OUTLIER = 3.0  # a measurement is clipped to this multiple of the average, since other processes delay steps, too
 AIM = 0.7  # fraction of the time limit that prompts may use; the rest covers errors of the averages
 LEAST = 1  # minimum prompt tokens of a step, so that every prompt makes progress
-CROWD = 4  # prompts get more time if there are more pending prompts than decoding sequences / 4
+CROWD = 4  # prompts get more time if there are more pending prompts than decoding sequences divided by this
 FIRST = 128  # prompt tokens of a step before any measurement: seconds, for an 8B model on two CPU cores
 FLOOR = 64  # minimum prompt tokens on a slow machine: with fewer, reading the weights would dominate the step
-PACE = 1 / 2  # weight of a new decode-only step in the current pace
-PACE_STEPS = 8  # the pace is unknown when this many steps have passed since the last decode-only one
-STALE = 64  # an average is measured anew when this many steps have passed since its last decode-only step
+PACE = 1 / 2  # weight of a new decode-only step in `pace`
+PACE_STEPS = 8  # `pace` is unknown when this many steps have passed since the last decode-only one
+STALE = 64  # an average is measured again when this many steps have passed since its last decode-only step
 PROBE = 64  # after this many consecutive steps with prompts, one step has none, to measure decode-only steps
 
 
@@ -72,7 +72,7 @@ class StepCostModel:
         self._nearby[size] = average, count + 1, self._steps
 
     def record_bound(self, seconds: float, seqs: int) -> None:
-        """Record that a decode-only step of `seqs` sequences takes at most `seconds`: a larger step took so long.
+        """Record that a decode-only step of `seqs` sequences takes at most `seconds`: a larger step took this time.
 
         If `seconds` is below the average, the machine has become faster since decode-only steps were measured."""
         self._steps += 1
@@ -82,7 +82,8 @@ class StepCostModel:
 
     @property
     def pace(self) -> float:
-        """Time of the latest decode-only steps over their averages: above 1 while other work slows the machine.
+        """Slowdown of the machine: time of the latest decode-only steps over their averages; above 1 while other work
+        runs.
 
         1 if none of the last PACE_STEPS steps was decode-only."""
         return self._pace if self._steps - self._paced_at < PACE_STEPS else 1.0
@@ -118,7 +119,7 @@ class StepCostModel:
     def prompt_tokens(self, seqs: int, pending: int, stretch: float, exposed: int | None = None) -> int | None:
         """Return the maximum prompt tokens with `seqs` decoding sequences, for `stretch` times the decode-only time.
 
-        The bound rises in proportion to the `pending` prompts: a bound meant for one long prompt would halve the
+        The bound rises in proportion to the `pending` prompts: a bound chosen for one long prompt would halve the
         throughput of many short prompts.
 
         `exposed`: number of decoding sequences that the bound protects, at least 1; None: all of them.

@@ -30,11 +30,11 @@ def drafter_extend(drafter: int, slot: int, tokens: list[int]) -> None:
     torch.ops.quire.drafter_extend.default(drafter, slot, tokens[length:])
 
 
-def drafter_find(drafter: int, slots: torch.Tensor, tokens: torch.Tensor, count: int, least: int) -> list[int]:
+def drafter_find(drafter: int, slots: torch.Tensor, tokens: torch.Tensor, count: int, min_match: int) -> list[int]:
     """Append a token to each slot.  Returns slot, match, source, count and drafts, for each slot that has drafts.
 
     slots, tokens  i64 on the host, of which the first `count` are read"""
-    flat: list[int] = torch.ops.quire.drafter_find.default(drafter, slots, tokens, count, least)
+    flat: list[int] = torch.ops.quire.drafter_find.default(drafter, slots, tokens, count, min_match)
     return flat
 
 

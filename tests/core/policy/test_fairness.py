@@ -51,7 +51,7 @@ def test_nobody_comes_to_hold_less_than_who_it_yields_to(rows: list[Sequence], t
         left = [other for other in rows if other not in taken]
         richest = max(held(left, name) for name in WEIGHTS if any(_may(s, name) for s in left if name != tenant))
         assert held(left, seq.request.tenant) == richest
-        assert all(seq.rank >= other.rank for other in left if _may(other, seq.request.tenant))
+        assert all(seq.order >= other.order for other in left if _may(other, seq.request.tenant))
         assert not seq.preempted_for_fairness
         taken.append(seq)
         left.remove(seq)
