@@ -21,6 +21,7 @@ from quire.engine.executor.models.sources import demo
 from quire.engine.executor.models.sources.demo import DemoModelUnavailable
 from quire.engine.wire import link
 from tests import pace, warm
+from tests.matrix import examples
 from tests.order import longest_first, pytest_collection, pytest_xdist_make_scheduler  # noqa: F401  hooks
 from tests.verdicts import (  # noqa: F401  hooks
     pytest_collection_finish,
@@ -36,11 +37,16 @@ if TYPE_CHECKING:  # they take four seconds to import, which most tests do witho
 
 collect_ignore = ["clients"]  # `make clients` runs them, in environments of their own
 
-# How long an example takes says how busy the machine is.  (On CI hypothesis has a profile of its own that says so, and
-# whose examples are the same every time.)
-if not os.environ.get("CI"):
-    settings.register_profile("quire", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("quire")
+# How long an example takes says how busy the machine is.  On CI hypothesis' own profile is the base: the same examples
+# every time.
+settings.register_profile(
+    "quire",
+    settings.get_profile("ci" if os.environ.get("CI") else "default"),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=examples(100),
+)
+settings.load_profile("quire")
 
 
 @pytest.hookimpl(trylast=True)

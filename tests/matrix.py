@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+
+SEARCH = "TESTS_SEARCH"  # environment variable; "full": searches try all examples, as the nightly lane does
+SAMPLE = 4  # `make test` tries one in so many examples of a search,
+SMALLEST = 20  # and at least so many
+
+
+def examples(count: int) -> int:
+    """Return how many examples hypothesis tries of a search of `count`: all in the nightly lane, else a sample."""
+    return count if os.environ.get(SEARCH) == "full" else min(count, max(SMALLEST, count // SAMPLE))
 
 
 def each_value(*axes: Sequence[Any]) -> list[Any]:

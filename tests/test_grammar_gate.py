@@ -24,6 +24,7 @@ from quire.engine.loop import Engine
 from quire.engine.orders import Order, Refused, Report, Resume, request_of
 from quire.engine.wire.messages import CONSTRAINT, FOREVER_MS, Abort, Delta, Finish, Generate, Sampling
 from tests.executor.test_grammar_store import Compiler, Matcher, store_of, work
+from tests.matrix import examples
 from tests.pace import patience
 
 
@@ -121,7 +122,7 @@ def test_a_request_that_waits_for_others_to_end_can_be_aborted_and_expires() -> 
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 5), st.sampled_from(["new", "end", "abort", "work"]))))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_held_bytes_are_the_sum_of_held_grammars(steps: list[tuple[str, int, str]]) -> None:
     """And every request that was not aborted starts once, when all that run end."""
     gate, running, open_ids, started = Gate(max_held_mib=8), list[str](), set[str](), list[str]()

@@ -6,8 +6,10 @@ import itertools
 import subprocess
 import sys
 
+import pytest
+
 from tests.cpu import Meter
-from tests.matrix import each_pair, each_value
+from tests.matrix import SEARCH, each_pair, each_value, examples
 
 AXES = ("abcde", [1, 2, 3], (True, False))
 
@@ -31,6 +33,13 @@ def test_a_sample_meets_each_pair() -> None:
     assert len(sample) < 30
     for one, other in itertools.combinations(range(3), 2):
         assert {(values[one], values[other]) for values in sample} == set(itertools.product(AXES[one], AXES[other]))
+
+
+def test_a_search_tries_a_sample_and_the_nightly_lane_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SEARCH, raising=False)
+    assert [examples(count) for count in (8, 20, 60, 100, 400)] == [8, 20, 20, 25, 100]
+    monkeypatch.setenv(SEARCH, "full")
+    assert [examples(count) for count in (8, 20, 60, 100, 400)] == [8, 20, 60, 100, 400]
 
 
 def test_the_time_of_a_child_counts() -> None:

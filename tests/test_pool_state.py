@@ -27,6 +27,7 @@ from quire.engine.wire.link import BusDown
 from quire.engine.wire.messages import Generate, PoolState, Sampling, SequenceBlocks
 from tests.core.machine import SchedulerMachine
 from tests.core.rig import Rig
+from tests.matrix import examples
 from tests.service.fakes import settled
 
 INFO = ModelInfo("scripted", "f00d", 100, 256, [0], 64)
@@ -91,7 +92,7 @@ class WatchedMachine(SchedulerMachine):
 
 
 TestWatchedMachine = WatchedMachine.TestCase
-TestWatchedMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestWatchedMachine.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 
 
 def test_forks_and_prefix_hits_are_shared_and_a_finished_prompt_is_cached() -> None:
@@ -119,7 +120,7 @@ def test_forks_and_prefix_hits_are_shared_and_a_finished_prompt_is_cached() -> N
     assert counts()[2:] == [0, 0, 0, 0]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     total=st.sampled_from([1, 16_383, 16_384, 16_385, 40_000, 100_000]),
     seed=st.integers(0, 2**32 - 1),

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from quire.engine.core.blocks import AccountingError, BlockPool, OutOfBlocks, chain_digest, root_digest
 from tests.core.machine import SchedulerMachine
 from tests.core.rig import Rig
+from tests.matrix import examples
 
 
 def chain(tokens: list[int], size: int, fingerprint: str = "model", salt: str = "") -> list[bytes]:
@@ -118,7 +119,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 
 
 def test_blocks_on_demand() -> None:

@@ -21,6 +21,7 @@ from tests.core.machine import SchedulerMachine
 from tests.core.oracle import EOS, FORCED, VOCAB, next_token, reference
 from tests.core.rig import FAR, Rig
 from tests.core.test_layer_groups import WindowMachine
+from tests.matrix import examples
 
 PROMPT = list(range(3, 16))
 
@@ -69,7 +70,7 @@ class DraftingMachine(SchedulerMachine):
 
 
 TestDraftingMachine = DraftingMachine.TestCase
-TestDraftingMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestDraftingMachine.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)
 
 
 class DraftingWindowMachine(WindowMachine):
@@ -80,7 +81,7 @@ class DraftingWindowMachine(WindowMachine):
 
 
 TestDraftingWindowMachine = DraftingWindowMachine.TestCase
-TestDraftingWindowMachine.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestDraftingWindowMachine.settings = settings(max_examples=examples(25), stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize("right", [0, 1, 3, 6])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from quire.engine.core.swapping import Preempt
 from quire.loadtest.studies.baselines import MODES
 from tests.core.rig import BAD_SEED, Rig
+from tests.matrix import examples
 
 
 @given(
@@ -24,7 +25,7 @@ from tests.core.rig import BAD_SEED, Rig
     st.sampled_from([18, 40, 200]),
     st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_only_bad_requests_end_whatever_runs_with_them(
     seed: int, bad: int, position: int, admission: str, preempt: Preempt, blocks: int, caching: bool
 ) -> None:

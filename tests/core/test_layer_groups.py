@@ -20,6 +20,7 @@ from quire.engine.wire.messages import Beams
 from tests.core.machine import SchedulerMachine
 from tests.core.oracle import VOCAB
 from tests.core.rig import BAD_SEED, Rig
+from tests.matrix import examples
 
 SIZE = 4
 
@@ -96,7 +97,7 @@ class WindowMachine(SchedulerMachine):
 
 
 TestWindowMachine = WindowMachine.TestCase
-TestWindowMachine.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestWindowMachine.settings = settings(max_examples=examples(25), stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize(

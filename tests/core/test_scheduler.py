@@ -7,9 +7,10 @@ from hypothesis import settings
 
 from tests.core.machine import SchedulerMachine
 from tests.core.rig import Rig
+from tests.matrix import examples
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -28,6 +28,7 @@ from quire.engine.wire.messages import Sampling
 from tests.checkpoints import VOCAB, tokenizer
 from tests.executor.driver import Driver, fail_next_step
 from tests.executor.matchers import PERSON, PROMPT, choice, schema
+from tests.matrix import examples
 
 V = 70  # a vocabulary that needs three words of a mask, the last one in part
 FEW = st.integers(0, 3)  # tokens that meet often
@@ -55,7 +56,7 @@ def test_a_trie_forbids_what_would_complete_a_sequence(banned: list[list[int]], 
     assert set(trie.forbidden(generated[max(0, len(generated) - trie.depth) :])) == forbidden(banned, generated)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(SEQUENCES, st.lists(FEW, min_size=1, max_size=12))
 def test_it_forbids_what_transformers_forbids(banned: list[list[int]], generated: list[int]) -> None:
     scores = NoBadWordsLogitsProcessor(banned, eos_token_id=V - 1)(torch.tensor([generated]), torch.zeros(1, V))
@@ -71,7 +72,7 @@ def sampler(banned: list[list[int]], generated: list[int]) -> Sampler:
     return Sampler(Sampling(bad_words=banned), 2, [], [1, 1, *generated])  # a prompt that is not looked at
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.data())
 def test_masks_follow_their_slots(data: st.DataObject) -> None:
     """Slots come and go, are rebuilt from known tokens, have a grammar's mask below or none: every mask is right, and

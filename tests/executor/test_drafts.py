@@ -29,6 +29,7 @@ from tests.checkpoints import VOCAB
 from tests.core.drafters import AllDrafts, GuessingDrafter
 from tests.executor.driver import fail_next_step
 from tests.executor.matchers import PERSON, PROMPT, choice, schema
+from tests.matrix import examples
 
 Checkpoint = Callable[[str], Path]
 NEW = 40  # tokens of an answer
@@ -305,7 +306,7 @@ def reference(own: list[int], texts: list[list[int]], least: int) -> tuple[int, 
     return best if after else 0, after
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=30), st.lists(st.integers(0, 3), max_size=20))
 def test_drafts_follow_the_longest_match(prompt: list[int], answer: list[int]) -> None:
     """In the own text: the first draft follows a place of the longest match, and no draft is longer than it."""
@@ -343,7 +344,7 @@ def test_answers_of_an_owner_are_found_by_that_owner_alone() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans()), min_size=4, max_size=24))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_drafts_never_come_from_the_answers_of_another_owner(requests: list[tuple[int, int, bool]]) -> None:
     """All owners ask the same and say the same, but for a token that only one of them uses."""
     drafter, tenant = SuffixDrafter(4), DRAFT_SOURCES.index("tenant")

@@ -16,6 +16,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from quire.engine.common import host_resources
 from quire.engine.executor.grammar_store import FIXED, MEASURED, GrammarError, GrammarStore, compile_threads
 from tests.checkpoints import tokenizer
+from tests.matrix import examples
 from tests.pace import patience, wait_until
 
 KIB = 1 << 10
@@ -368,4 +369,4 @@ class Store(RuleBasedStateMachine):
 
 
 TestStore = Store.TestCase
-TestStore.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestStore.settings = settings(max_examples=examples(60), stateful_step_count=50, deadline=None)

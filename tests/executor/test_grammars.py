@@ -28,6 +28,7 @@ from quire.service.grammar.grammar import Constraint, compile_grammar
 from tests.checkpoints import VOCAB, tokenizer
 from tests.executor.driver import Driver, fail_next_step
 from tests.executor.matchers import EOS, PERSON, PROMPT, begin, choice, four_slots, regex, schema
+from tests.matrix import examples
 from tests.pace import patience
 from tests.schemas import kinds, samplings
 
@@ -61,7 +62,8 @@ def assert_same(llm: LLM, found: Output, expected: Output) -> None:
 # ------------------------------------------------------------------------------------------------- answers follow
 
 
-@settings(max_examples=60, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # shrinking would take minutes
+# Shrinking would take minutes.
+@settings(max_examples=examples(60), phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(st.lists(st.tuples(kinds(), samplings()), min_size=1, max_size=6))
 def test_every_finished_answer_is_valid(llm: LLM, wanted: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     """Random schemas and settings on random weights, several in a batch."""
@@ -372,7 +374,7 @@ def test_every_end_token_is_allowed_where_the_grammar_accepts(checkpoint: Callab
     assert allowed(found, 1) >= {EOS, 2}
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(kinds(), st.integers(0, 2**32), st.data())
 def test_a_matcher_is_rebuilt_from_its_tokens(
     checkpoint: Callable[[str], Path], what: dict[str, Any], seed: int, data: st.DataObject

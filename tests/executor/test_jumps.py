@@ -31,6 +31,7 @@ from quire.engine.wire.messages import FOREVER_MS, Generate, Sampling
 from tests.checkpoints import VOCAB, tokenizer
 from tests.executor.driver import fail_next_step
 from tests.executor.matchers import EOS, PROMPT, begin, four_slots, regex, schema
+from tests.matrix import examples
 from tests.schemas import kinds, samplings
 
 
@@ -136,7 +137,8 @@ def test_plans_that_do_not_look_ahead_change_no_token(llm: LLM, name: str) -> No
     assert 0 < sum(one.jumped for one in sometimes) < 4 * jumping.jumped
 
 
-@settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # shrinking would take minutes
+# Shrinking would take minutes.
+@settings(max_examples=examples(40), phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(st.lists(st.tuples(kinds(), samplings()), min_size=1, max_size=5))
 def test_random_schemas_in_a_batch(llm: LLM, wanted: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     jumping = [Sampling(**(how | {"logprobs": -1}), grammar=schema(what)) for what, how in wanted]
@@ -301,7 +303,7 @@ def allowed(found: Grammars, slot: int) -> list[int]:
     return bits
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(kinds(), st.integers(0, 2**32))
 def test_forced_tokens_are_those_that_the_masks_allow(
     checkpoint: Callable[[str], Path], what: dict[str, Any], seed: int

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from quire.engine.executor.ranks.rank_grammars import ASK, GrammarsOfRanks, RankGrammars
 from tests.executor.test_grammar_store import Compiler, store_of, work
+from tests.matrix import examples
 
 
 class Ranks:
@@ -136,4 +137,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestRanks = Machine.TestCase
-TestRanks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRanks.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)

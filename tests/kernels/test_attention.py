@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.paged import NAN, Batch, error, make_batch, reference
+from tests.matrix import examples
 
 
 def assert_close(batch: Batch, **kwargs: float) -> None:
@@ -108,7 +109,7 @@ def test_empty_sequences_and_empty_call() -> None:
     assert make_batch([8], [0]).attend().shape == (0, 4, 64)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seqs=st.lists(st.tuples(st.integers(1, 600), st.integers(1, 90)), min_size=1, max_size=9),
     block_size=st.sampled_from([8, 16, 32, 64]),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from quire.engine.executor import ops
 from quire.engine.executor.models.quantised.quantised import DTYPE, Quantised
+from tests.matrix import examples
 
 KINDS = ["int8", "int4"]
 SIZES = [(32, 1), (96, 33), (576, 65), (1408, 96), (2304, 40), (4128, 17)]
@@ -90,7 +91,7 @@ def test_rows_of_a_larger_tensor(kind: str, rows: int) -> None:
     assert torch.equal(y, ops.packed_linear(x[::2].contiguous(), packed, None))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(st.data())
 def test_any_size(data: st.DataObject) -> None:
     kind, rows = data.draw(st.sampled_from(KINDS)), data.draw(st.integers(0, 200))

@@ -18,6 +18,7 @@ from quire.loadtest.studies import __main__ as studies
 from quire.loadtest.studies.lane_policies import OneQueue, TwoLanes
 from quire.loadtest.studies.oracle import Clairvoyant, bound, clairvoyant, main, shares
 from quire.loadtest.studies.pool_model import Capacity, Goal, Pool, Request, Work, run
+from tests.matrix import examples
 
 STEP = StepTime(fixed=1.0, row=0.25, prompt_token=0.125)
 
@@ -65,7 +66,7 @@ tiny = st.lists(
 
 
 @given(tiny, st.integers(4, 8), st.sampled_from([2.0, 4.0, 6.0]), st.sampled_from([1.5, 3.0]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_the_best_schedule_lies_between_the_simulated_one_and_the_bound(
     requests: list[Request], blocks: int, ttft_s: float, pace_s: float
 ) -> None:
@@ -105,7 +106,7 @@ def test_what_is_not_counted_may_be_left_out_for_what_is() -> None:
 
 
 @given(tiny, st.integers(4, 8))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_no_step_holds_more_than_the_pool_and_every_request_of_a_queue_runs(
     requests: list[Request], blocks: int
 ) -> None:

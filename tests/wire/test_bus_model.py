@@ -24,6 +24,7 @@ from quire.engine.wire.layout import MAX_ATTEMPTS, OUTPUT_COST
 from quire.engine.wire.messages import Delta, EngineLoad, Generate, Sampling, TokenBatch
 from quire.engine.wire.records import LANES, Fleet, Place, QueueBounds
 from quire.engine.wire.token_log import LoggedOutput
+from tests.matrix import examples
 from tests.wire.sides import LONG_MS
 
 ENGINES = ("e0", "e1")
@@ -449,6 +450,6 @@ def test_the_model_agrees_in_any_order(redis_server: EmbeddedRedis) -> None:
     run_state_machine_as_test(
         BusModel,
         settings=settings(
-            max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples(60), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )

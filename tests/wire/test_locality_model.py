@@ -22,6 +22,7 @@ from quire.engine.wire.layout import PLACES, WINDOW
 from quire.engine.wire.messages import Generate, Sampling
 from quire.engine.wire.prefixes import PrefixReport, prefix_digests, split
 from quire.engine.wire.records import LANES, QueueBounds, SyncReply
+from tests.matrix import examples
 from tests.wire.sides import LATE, LONG_MS, load
 
 ENGINES = ("e0", "e1", "e2")
@@ -301,7 +302,7 @@ def test_every_bound_holds_in_any_order(redis_server: EmbeddedRedis) -> None:
     run_state_machine_as_test(
         LocalityModel,
         settings=settings(
-            max_examples=40,
+            max_examples=examples(40),
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -22,6 +22,7 @@ from quire.engine.wire.layout import TAIL
 from quire.engine.wire.messages import Delta, Finish, Sampling, TokenBatch, TokenLogprob
 from quire.engine.wire.records import SyncReply
 from quire.engine.wire.token_log import LoggedOutput
+from tests.matrix import examples
 from tests.pace import patience
 from tests.wire.sides import LONG_MS, PLENTY, Bus, generate, ids, load, read
 
@@ -320,6 +321,6 @@ def test_whatever_redis_loses_each_token_stands_where_it_belongs(redis_server: E
     run_state_machine_as_test(
         Losses,
         settings=settings(
-            max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples(40), stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )

@@ -18,6 +18,7 @@ from quire.engine.wire.layout import EXPIRY_MS, QUOTA_CHECK_MS, QUOTA_MS, TOMBST
 from quire.engine.wire.messages import Generate, Sampling
 from quire.engine.wire.quotas import Buckets, Quota, QuotaStore, Taken
 from quire.engine.wire.scripts import FLEET, SETTLE, Script
+from tests.matrix import examples
 from tests.pace import patience
 
 T0 = 1_790_000_000_000  # unix ms at which the clock of a test begins
@@ -270,7 +271,7 @@ class QuotaMachine(RuleBasedStateMachine):
 def test_the_script_agrees_with_the_model(redis_server: EmbeddedRedis) -> None:
     QuotaMachine.server = redis_server
     QuotaMachine.TestCase.settings = settings(
-        max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=examples(100), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
     )
     case = QuotaMachine.TestCase("runTest")
     case.runTest()

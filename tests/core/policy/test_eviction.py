@@ -18,6 +18,7 @@ from quire.engine.core.scheduler import Scheduler
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor
 from quire.engine.wire.messages import Generate, Sampling
 from tests.core.rig import FAR
+from tests.matrix import examples
 
 SIZE = 16  # tokens of a block
 
@@ -90,7 +91,7 @@ def test_a_flood_of_prompts_does_not_evict_the_prefixes_of_others(
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 8)), max_size=80))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_one_tenant_alone_sees_plain_lru(requests: list[tuple[int, int]]) -> None:
     cache, order = Cache(24), OrderedDict[bytes, None]()
     for prompt, blocks in requests:
@@ -109,7 +110,7 @@ def test_one_tenant_alone_sees_plain_lru(requests: list[tuple[int, int]]) -> Non
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 4), st.integers(1, 6)), max_size=60),
     st.sampled_from([1.0, 3.0]),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_no_warm_block_below_its_share_goes_while_others_could(
     requests: list[tuple[str, int, int]], weight: float
 ) -> None:

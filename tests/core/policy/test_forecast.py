@@ -21,6 +21,7 @@ from quire.engine.tools import simulate
 from quire.engine.tools.step_time import StepTime
 from quire.engine.tools.trace import Job, burst, read_trace
 from quire.loadtest.studies import baselines
+from tests.matrix import examples
 from tests.pace import python_s
 
 
@@ -60,7 +61,7 @@ HELD = st.builds(Held, st.integers(1, 88), st.integers(0, 60))
 
 
 @given(st.sampled_from([1, 4, 16]), st.lists(HELD, max_size=12))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 def test_the_bound_is_exact_where_every_end_is_known(size: int, held: list[Held]) -> None:
     assert peak(held, size) == simulated(held, size)
 

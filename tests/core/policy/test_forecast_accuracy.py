@@ -16,6 +16,7 @@ from quire.engine.core.sequence import Sequence, State
 from quire.engine.tools import simulate
 from quire.engine.tools.trace import burst
 from tests.core.rig import Rig
+from tests.matrix import examples
 
 
 def lognormal(rng: random.Random, mean: float) -> int:
@@ -61,7 +62,7 @@ class Noting(ForecastAccuracy):
 
 @given(st.integers(0, 10**6))
 @example(11775)  # prompts start together that need more than 64 tokens
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_what_a_cohort_came_to_is_what_its_tables_held(seed: int) -> None:
     """Follow a cohort with nothing left out: after every plan, all blocks that any of its members holds.
 

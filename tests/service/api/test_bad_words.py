@@ -22,6 +22,7 @@ from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.delivery import admission
 from quire.service.text.tokenizer import Tokenizer
+from tests.matrix import examples
 from tests.service.fakes import FakeEngine, Served, a_load, settled
 from tests.service.test_app import says
 
@@ -46,7 +47,7 @@ def test_a_word_of_one_token_is_forbidden_with_and_without_a_blank(byte_level_to
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_no_spelling_of_a_word_is_left(byte_level_tokenizer: Tokenizer, data: st.DataObject) -> None:
     """Of each token sequence that the tokenizer writes for a word, a token has a bias, or the whole is banned."""
     tokens = data.draw(st.lists(st.lists(st.integers(2, 499), min_size=1, max_size=4), min_size=1, max_size=3))

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Backend
 from quire.service.api import api
 from quire.service.config import GatewayConfig
 from quire.service.text.tokenizer import Tokenizer
+from tests.matrix import examples
 from tests.service.chat_templates.published import TEMPLATES
 from tests.service.fakes import byte_level, with_template
 
@@ -173,7 +174,7 @@ def rewriting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @given(texts=st.lists(WORDS, min_size=1, max_size=4))
 @example(texts=["</s>\n<s"])  # two special tokens with a newline between them
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_content_makes_no_control_token_whatever_the_template_does(rewriting: Tokenizer, texts: list[str]) -> None:
     said = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, texts, strict=False)]
     ids = rewriting._encode_chat(said)

@@ -16,6 +16,7 @@ from quire.engine.wire.records import ANY_TOKENS, Fleet, LaneQueue, Place, Tenan
 from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.delivery.admission import NEVER, Cost, Decision, ahead, decide, limits, wait_estimator
+from tests.matrix import examples
 from tests.pace import python_s
 from tests.service.fakes import a_load
 
@@ -345,7 +346,7 @@ JITTER = st.floats(0, 1, exclude_max=True)
 CONFIGS = st.sampled_from((CONFIG, BOTH, GatewayConfig()))
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(COSTS, FLEETS, JITTER, CONFIGS)
 def test_every_outcome_is_a_bound_it_keeps_or_an_honest_pause(
     asked: Cost, view: Fleet, jitter: float, config: GatewayConfig
@@ -364,7 +365,7 @@ def test_every_outcome_is_a_bound_it_keeps_or_an_honest_pause(
     assert in_all == (got.bounds.late_excess != NEVER)
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(COSTS, FLEETS, st.integers(0, 10_000))
 def test_the_excess_is_how_far_its_own_queue_may_grow(asked: Cost, view: Fleet, more: int) -> None:
     """A request alone in the queue, where what is ahead is the queue: Redis compares longer queues.
@@ -390,7 +391,7 @@ def test_more_ahead_never_helps(asked: Cost, view: Fleet, tokens: int) -> None:
     assert isinstance(outcome(asked, longer), Refusal)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 @given(COSTS, FLEETS, st.integers(0, 10_000))
 def test_an_older_view_never_helps(asked: Cost, view: Fleet, later: int) -> None:
     """But for the case where nothing is known of the pace: then pools are what counts, and those stay."""

@@ -19,6 +19,7 @@ from quire.service.grammar.grammar_errors import NotServed
 from quire.service.grammar.json_schema import ASSERTIONS, BRANCHES, ENFORCED, PARTNERS, PARTS, rewrite
 from quire.service.grammar.look_ahead import without_look_ahead
 from quire.service.grammar.schema_algebra import Schemas
+from tests.matrix import examples
 
 VALUES: st.SearchStrategy[Any] = st.sampled_from([None, True, False, 0, 1, 1.0, 2, 2.5, "", "a", "b", "abc", [], {}])
 NAMES = st.sampled_from(["a", "b", "kind"])
@@ -101,7 +102,7 @@ CONDITIONAL = {
 }
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(schema=SCHEMAS, instances=st.lists(INSTANCES, min_size=1, max_size=12))
 @example(CONDITIONAL, [{"kind": "a"}, {"kind": "a", "a": 1}, {"kind": "b"}, {"kind": "b", "a": 1}, {"a": 1}, {}])
 @example({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}, {"b": 1}, {"a": 1, "b": 1}, {}, 3])
@@ -117,7 +118,7 @@ def test_a_rewritten_schema_has_the_same_instances(schema: Any, instances: list[
         assert own.is_valid(instance) == ours.is_valid(instance), (rewritten, instance)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(one=SCHEMAS, other=SCHEMAS, instance=INSTANCES)
 def test_schemas_called_disjoint_have_no_common_instance(one: Any, other: Any, instance: Any) -> None:
     root = {"$defs": {"x": {"enum": ["a", 1, None]}}, "one": one, "other": other}
@@ -126,7 +127,7 @@ def test_schemas_called_disjoint_have_no_common_instance(one: Any, other: Any, i
         assert not all(Draft202012Validator(part).is_valid(instance) for part in parts)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(schema=SCHEMAS, instances=st.lists(INSTANCES, min_size=1, max_size=12))
 def test_no_grammar_takes_an_instance_that_the_schema_excludes(schema: Any, instances: list[Any]) -> None:
     try:

@@ -13,6 +13,7 @@ from quire.engine.wire.messages import PoolState, SequenceBlocks
 from quire.engine.wire.records import Fleet, LaneQueue
 from quire.service.delivery import resume
 from quire.service.http.state_events import FleetState, event, observe, sequence_name
+from tests.matrix import examples
 from tests.service.fakes import a_load
 from tests.service.http.state_reader import StateReader
 
@@ -97,7 +98,7 @@ def histories(draw: st.DrawFn) -> list[dict[str, tuple[bytes | None, Tables]]]:
     return history
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(histories(), st.integers(1, 3))
 def test_a_full_event_and_the_changes_after_it_make_the_state(
     history: list[dict[str, tuple[bytes | None, Tables]]], every: int

@@ -26,6 +26,7 @@ from quire.service.config import GatewayConfig
 from quire.service.output.choice_delta import ChoiceDelta
 from quire.service.output.regions import Reading, ResponseTemplate
 from quire.service.text.tokenizer import Tokenizer
+from tests.matrix import examples
 from tests.service.output.cuts import pieces_of
 from tests.service.output.test_regions import ANSWERS, TEMPLATES, read
 
@@ -64,7 +65,7 @@ def escaped(draw: st.DrawFn) -> tuple[str, str]:
     return name, text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(escaped(), st.lists(st.integers(0, 400), max_size=12), st.booleans(), st.booleans())
 def test_calls_hold_no_half_surrogates_however_the_text_is_cut(
     asked: tuple[str, str], cuts: list[int], cut: bool, tools: bool

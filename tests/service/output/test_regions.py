@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from quire.service.output.markers import Markers
 from quire.service.output.regions import CallDelta, Reading, ResponseTemplate, digest, find, known, name_of
+from tests.matrix import examples
 from tests.pace import patience
 from tests.service.output.merged import merged
 
@@ -378,7 +379,7 @@ CLOSING = {
 
 
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_a_closing_marker_inside_a_string_of_a_call_does_not_end_it(data: st.DataObject) -> None:
     """A model that edits a chat template, say, writes markers into its arguments.  Wherever the text is cut."""
     assert {"hermes", "granite4"} <= CLOSING.keys()
@@ -439,7 +440,7 @@ def lost(found: Message, text: str, words: list[str]) -> list[str]:
     return [word for word in words if word not in shown and not re.search(IN_AN_ID.replace("WORD", word), text)]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(broken(), st.lists(st.integers(0, 400), max_size=12), st.booleans())
 def test_any_text_is_read_alike_however_it_is_cut_and_no_word_of_it_is_lost(
     asked: tuple[str, str, list[str]], cuts: list[int], cut: bool
@@ -477,7 +478,7 @@ def with_members(draw: st.DrawFn) -> tuple[str, str, list[str]]:
     return name, text, [word for word in words if word in text]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(with_members(), st.lists(st.integers(0, 400), max_size=6), st.booleans(), st.booleans())
 def test_a_member_beside_a_calls_arguments_is_content_however_the_text_is_cut(
     asked: tuple[str, str, list[str]], cuts: list[int], cut: bool, tools: bool

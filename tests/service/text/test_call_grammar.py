@@ -18,6 +18,7 @@ from quire.service.grammar.grammar_errors import NotServed
 from quire.service.output.regions import Reading, ResponseTemplate, known
 from quire.service.text.call_form import CallForm, form_of
 from quire.service.text.call_grammar import Reasoning, call_rules
+from tests.matrix import examples
 from tests.service.text.call_notations import accepts, read, renderer
 
 CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
@@ -184,7 +185,7 @@ def drawn(grammar: str, seed: int, most: int = 600) -> str | None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(seed=st.integers(0, 2**32), one=st.booleans())
 def test_whatever_a_demanded_answer_says_it_is_calls_that_fit_their_schemas(name: str, seed: int, one: bool) -> None:
     wanted = ["forecast"] if one else ["weather", "forecast", "time"]

@@ -24,6 +24,7 @@ from quire.service.output.regions import Reading
 from quire.service.text.stop_strings import with_stop_tokens
 from quire.service.text.text_stream import _read, stream_of
 from quire.service.text.tokenizer import Tokenizer
+from tests.matrix import examples
 from tests.service.fakes import FakeEngine, Served, settled
 
 Serve = Callable[..., Awaitable[Served]]
@@ -134,7 +135,7 @@ TEXTS = st.lists(
 )
 @example(text=CALL + "<<", opened=OPEN, cuts=[], resumed=0, broken=[], include=False)
 @example(text=CALL + "<<", opened=Reading("", calls=True), cuts=[], resumed=0, broken=[], include=False)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_log_probabilities_join_to_the_content(
     tools_tokenizer: Tokenizer,
     text: str,

@@ -17,6 +17,7 @@ from quire.service.common.refusal import Refusal
 from quire.service.grammar.grammar import compile_grammar
 from quire.service.text.thinking_budget import thinking_rules
 from quire.service.text.tokenizer import Tokenizer
+from tests.matrix import examples
 from tests.service.fakes import TOOLS_TEMPLATE, FakeEngine, Served, byte_level, settled, with_template
 from tests.service.test_app import says
 
@@ -59,7 +60,7 @@ def drawn(vocabulary: LLTokenizer, grammar: str, seed: int, shy: Sequence[int], 
 
 
 @given(budget=st.integers(0, 12), opened=st.booleans(), seed=st.integers(0, 10**6), eager=st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_no_answer_thinks_longer_than_its_budget(
     thinker: Tokenizer, vocabulary: LLTokenizer, budget: int, opened: bool, seed: int, eager: bool
 ) -> None:

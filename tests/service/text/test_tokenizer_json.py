@@ -19,6 +19,7 @@ from quire.engine.tokenizers.files import load_tokenizer
 from quire.service.text.token_budget import UNLIMITED, TokenBudget
 from quire.service.text.tokenizer import Tokenizer
 from quire.service.text.vocabulary import ModelError
+from tests.matrix import examples
 from tests.service.fakes import byte_level, sentencepiece_like
 
 TEXT = "Tokens 2026, 12345 and e\u0301: to be, or not to be. " * 8
@@ -108,7 +109,7 @@ def test_a_sentencepiece_style_file_keeps_its_ids(tmp_path: Path, name: str) -> 
     assert served(folder, TEXT) == ids_of(folder, TEXT)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(text=st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=60))
 def test_any_text_has_the_ids_of_the_file(rebuilt: tuple[Tokenizer, Path], text: str) -> None:
     tokenizer, folder = rebuilt
