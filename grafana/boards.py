@@ -132,7 +132,7 @@ overview = Board(
                 "reqps",
                 "stack",
                 "met: answered, the first token within --ttft-target-s and the mean time between tokens within "
-                "--itl-target-s. missed: slower, failed, or refused for want of room.",
+                "--itl-target-s. missed: slower, failed, or refused for lack of capacity.",
             ),
         ],
         "Who is refused, and why?": [

@@ -60,7 +60,7 @@ from quire.service.text.vocabulary import ModelError
 
 log = logging.getLogger("quire.gateway")
 
-# Last seconds of `drain_s`: for the last events of streams that are cut off, and for closing all connections.
+# Last seconds of `drain_s`, for the last events of unfinished streams and for closing all connections.
 LAST_EVENTS_S, CLOSE_S = 5.0, 1.0
 GIL_SWITCH_S = 0.001  # seconds until another thread must release the GIL to the event loop; Python's default: 0.005
 

@@ -52,8 +52,8 @@ CLIENTS = {name: f"quire.service.terminal.{name}" for name in ("top", "chat", "b
 CONVERTER = "convert-tokenizer"  # command of the module quire.engine.tokenizers.convert
 # Settings that a gateway and its engine must agree on: given once, passed to both.
 BOTH = {"model", "served_name", "namespace", "vllm_metrics", "log_format", "otlp_endpoint", "trace_sample"}
-CHAT_TEMPLATE = "chat_template.jinja"  # a file of checkpoints that can chat
-ENGINE_GRACE_S = 5.0  # the gateways have ended by then: requests that are left have no client and can wait
+CHAT_TEMPLATE = "chat_template.jinja"  # file of a checkpoint with a chat template
+ENGINE_GRACE_S = 5.0  # drain time of the engine; the gateways have ended, so the remaining requests have no client
 ENGINE_STOP_S = 15.0  # seconds between SIGTERM and SIGKILL
 
 
@@ -77,7 +77,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         float,
         Meta(
             ge=0,
-            description="Seconds without a beat of its event loop after which a gateway is killed and started again. "
+            description="Seconds without a heartbeat of its event loop after which a gateway is killed and restarted. "
             "A pause of the machine does not count. 0: never. Raise it where gateways share few cores with other "
             "programs.",
         ),
@@ -86,15 +86,15 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         float,
         Meta(
             ge=0,
-            description="Seconds within which a gateway must be ready after its start; else it is killed and started "
-            "again. A pause of the machine does not count. 0: no limit. The default is many times what a start takes, "
-            "some seconds. Raise it where a tokenizer is read from a very slow disk.",
+            description="Seconds within which a gateway must be ready after its start; else it is killed and "
+            "restarted. A pause of the machine does not count. 0: no limit. A start takes some seconds, far "
+            "less than the default. Raise it where a tokenizer is read from a very slow disk.",
         ),
     ] = 300.0
     data_dir: Annotated[
         str,
         Meta(
-            description="Directory where the private Redis keeps its queue over a restart. Empty: it keeps nothing. "
+            description="Directory in which the private Redis keeps its queue across restarts. Empty: it is lost. "
             "Refused with redis_url."
         ),
     ] = ""
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None, engine: EngineProgram = ENGINE) -> i
 
     Returns the exit status: 0 after a drain, 1 if it gave up or a request failed, 2 for a bad command line."""
     command, *rest = [*(sys.argv[1:] if argv is None else argv), ""]
-    rest = rest[:-1]  # the "" only stands in for a missing command
+    rest = rest[:-1]  # "" replaces a missing command
     if (command == "serve" or command in PROCESSES) and (
         unknown := settings.unknown_variable(
             os.environ, (ServeConfig, GatewayConfig, engine.options, ClientEnvironment)
@@ -161,7 +161,7 @@ def client(command: str, words: Sequence[str]) -> int:
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Divide the arguments of `quire serve` into its own, the gateways' and the engine's.
+    """Split the arguments of `quire serve` into its own, the gateways' and the engine's.
 
     Arguments that neither `quire serve` nor a gateway knows go to the engine, which refuses unknown options.  All three
     get the option --config.  MODEL must be the first argument, so that an option's value is never taken for the model.
@@ -218,7 +218,7 @@ def serve(argv: Sequence[str], program: EngineProgram = ENGINE) -> int:
         asyncio.run(check_redis(url, gateway.namespace))
         with interrupt.raised_at_once():
             model = find_model(gateway.model)
-        name = settings.process_name()  # kept over restarts of a child, which then finds its own requests again
+        name = settings.process_name()  # unchanged when a child restarts, so that it gets its own requests again
         os.environ["QUIRE_REDIS_URL"] = url  # inherited; a flag would show its password to every user of the machine
         pages, engine_page = metrics_pages(gateway, own.gateways, engine_config.metrics_host)
         first = [f"--engine-id={name}", f"--grace-s={ENGINE_GRACE_S}"]  # the engine's own options may change them
@@ -240,7 +240,7 @@ def serve(argv: Sequence[str], program: EngineProgram = ENGINE) -> int:
         supervise(Supervisor(engine, gateways, embedded, gateway.host, port, *shown), interrupt)
     except OperatorError as error:
         settings.stop(prog, str(error), 1)
-    except KeyboardInterrupt:  # before the supervisor took over the signals
+    except KeyboardInterrupt:  # before the supervisor handles signals
         return 130
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -140,8 +140,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     cors_origins: Annotated[
         list[str],
         Meta(
-            description="Origins of web pages that browsers let use this API, such as https://example.com; '*': any. "
-            "Empty: none but pages of this very server."
+            description="Origins of web pages that may use this API, such as https://example.com; '*': any. "
+            "Empty: only pages of this server."
         ),
     ] = []
     allowed_hosts: Annotated[
@@ -175,7 +175,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     inference_headers: Annotated[
         bool,
         Meta(
-            description="Believe the headers x-gateway-inference-objective and x-gateway-inference-fairness-id of "
+            description="Trust the headers x-gateway-inference-objective and x-gateway-inference-fairness-id of "
             "Kubernetes' inference gateways: see --objectives; a fairness id is a tenant where no key names one. Set "
             "it only where the gateway in front sets or removes them on every request. Off: they are ignored."
         ),
@@ -193,7 +193,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         Meta(
             description="Encode the content of chat messages as text, even if it reads like a special "
             "token. So no user "
-            "can end a message and write another one. System and developer messages may hold special tokens. Off: "
+            "can end a message and write another one. System and developer messages may contain special tokens. Off: "
             "every message may, as in vLLM."
         ),
     ] = True
@@ -201,21 +201,21 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         bool,
         Meta(
             description="Refuse unknown fields of a request, and numbers and booleans that are strings. Off: such "
-            "numbers are taken as in vLLM, and a header of the answer names unknown fields, which are ignored."
+            "numbers are accepted as in vLLM, and a header of the answer names unknown fields, which are ignored."
         ),
     ] = False
     return_tokens_as_token_ids: Annotated[
         bool,
         Meta(
             description="Name tokens of log probabilities `token_id:N` where a request does not say "
-            "`return_tokens_as_token_ids`, for clients that read token ids, as evaluations do. Off: by their text."
+            "`return_tokens_as_token_ids`, for clients that read token ids, such as evaluations. Off: by their text."
         ),
     ] = False
     max_body_bytes: Annotated[
         int,
         Meta(
             ge=1024,
-            description="Largest request body, unzipped. A larger one is 413, as soon as it is announced or "
+            description="Maximum request body, unzipped. A larger one gets 413, as soon as it is announced or "
             "arrives. The "
             "default holds a prompt of 400,000 tokens. Each MiB of text blocks the event loop for up to 7 ms.",
         ),
@@ -248,9 +248,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         float,
         Meta(
             gt=0,
-            description="Seconds that a connection may stay open without a request. Set it longer than a "
-            "proxy in front "
-            "does, or the proxy sends requests on closed connections.",
+            description="Seconds that a connection may stay open without a request. Set it longer than "
+            "in a proxy "
+            "in front, or the proxy sends requests on closed connections.",
         ),
     ] = 630.0
     max_connections: Annotated[
@@ -305,19 +305,20 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         ),
     ] = 131_072
     max_stop_strings: Annotated[
-        int, Meta(ge=0, description="Stop strings of one request. Each costs a search in every token's text.")
+        int, Meta(ge=0, description="Stop strings of one request. All are searched together.")
     ] = 64
     max_stop_chars: Annotated[
-        int, Meta(ge=1, description="Length of one stop string. So much text may be held back from the client.")
+        int,
+        Meta(ge=1, description="Characters of one stop string. Up to this much text may be held back from the client."),
     ] = 256
     max_token_list: Annotated[
         int, Meta(ge=0, description="Entries of logit_bias, stop_token_ids, allowed_token_ids and bad_words.")
     ] = 1024
     default_timeout_s: Annotated[
         float,
-        Meta(gt=0, description="Seconds that a request may take, time in the queue included, if it names no timeout."),
+        Meta(gt=0, description="Timeout in seconds, time in the queue included, of a request without `timeout`."),
     ] = 600.0
-    max_timeout_s: Annotated[float, Meta(gt=0, description="Longest timeout, in seconds, that a request may name.")] = (
+    max_timeout_s: Annotated[float, Meta(gt=0, description="Maximum timeout, in seconds, that a request may set.")] = (
         3600.0
     )
     heartbeat_s: Annotated[
@@ -332,20 +333,20 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         float,
         Meta(
             ge=0,
-            description="Seconds from SIGTERM to the exit. Running answers have all but the last 6 of them. Then "
+            description="Seconds from SIGTERM to the exit. Running answers may use all but the last 6 s. Then "
             "resumable streams move to another gateway, and others end in an error.",
         ),
     ] = 30.0
     fleet_s: Annotated[
-        float, Meta(gt=0, description="Seconds between two readings of the engines' leases and of the queue.")
+        float, Meta(gt=0, description="Seconds between two reads of the engines' leases and of the queue.")
     ] = 0.25
     takeover_wait_s: Annotated[
         float,
         Meta(
             ge=0,
-            description="Seconds that a new request waits while no engine takes requests: a spare, a restarted or the "
-            "first engine takes over meanwhile. After them, and with 0 at once, it is refused with 503. The default "
-            "fits a spare engine; where engines are scaled from zero, set it to the time in which one starts. The "
+            description="Seconds that a new request waits until an engine takes requests: a spare, a restarted or the "
+            "first one. After that time, or at once with 0, it is refused with 503. The default fits a spare "
+            "engine; if engines are scaled from zero, set it to the time that one takes to start. The "
             "request's timeout and X-Max-Queue-Wait shorten it.",
         ),
     ] = 5.0
@@ -371,7 +372,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             gt=0,
             description="Target for the mean time between the tokens of a request, in seconds. With ttft_target_s it "
             "defines goodput, a metric: a request counts as met if it was answered within both. "
-            "It decides nothing else. Set it to what your users accept.",
+            "It has no other effect. Set it to what your users accept.",
         ),
     ] = 0.2
     late_wait_s: Annotated[
@@ -379,7 +380,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         Meta(
             ge=0,
             description="Longest estimated wait in the late lane, in seconds. Beyond it the answer is 429 with "
-            "Retry-After. A request may ask for less with X-Max-Queue-Wait. 0: a request that cannot start in time is "
+            "Retry-After. A request may lower it with X-Max-Queue-Wait. 0: a request that cannot start in time is "
             "refused.",
         ),
     ] = 60.0
@@ -396,7 +397,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         Meta(
             ge=1,
             description="Requests that may wait in Redis for an engine, of all gateways; a prompt each. Beyond it the "
-            "answer is 503. A waiting request takes about 1.5 KiB there, and its prompt.",
+            "answer is 503. A waiting request takes about 1.5 KiB of Redis memory plus its prompt.",
         ),
     ] = 65_536
     max_queued_mib: Annotated[
@@ -411,8 +412,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         float,
         Meta(
             ge=0,
-            description="Seconds that a request keeps running without its client, which may resume it. It "
-            "applies after "
+            description="Seconds that a request keeps running after its client has disconnected, so that it can "
+            "resume. It applies after "
             "its gateway died, or if the client sent Idempotency-Key or X-Resumable.",
         ),
     ] = 30.0

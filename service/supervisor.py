@@ -2,7 +2,7 @@
 
     Supervisor --keep()--> Child: start, watch, restart after a pause ...  --stop()--> gateways first, then the engine
 
-A child that was never up and cannot start ends the supervisor; a child that was up once is restarted without limit.
+If a child that was never ready cannot start, the supervisor ends.  A child that was ready is restarted without limit.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from quire.engine.common.silence import Silence
 from quire.service.common.spares import ForkedProcess, Spares
 
 CONFIG_ERROR = 2  # exit status of a child whose restart would fail, too: a bad option, no model, no compiler
-FAILURES = 5  # the supervisor gives up a child that was never up after so many failed starts
-BACKOFF_S = (0.5, 30.0)  # first and longest pause before a restart; a child that was up restarts at once
+FAILURES = 5  # failed starts of a child that was never ready, after which the supervisor ends
+BACKOFF_S = (0.5, 30.0)  # first and maximum pause before a restart; a child that was ready restarts at once
 POLL_S = 0.2
-KEEPERS_S = 5.0  # seconds for each keeper to end its spare, after its child has ended
+KEEPERS_S = 5.0  # seconds for each keeper task to end its spare, after its child has ended
 
 Children = list["Child"]
 Process = asyncio.subprocess.Process | ForkedProcess
@@ -72,7 +72,7 @@ class GivenUp(OperatorError):
 
 
 class Child:
-    """One supervised process, which restarts when it ends by itself."""
+    """One supervised process, which is restarted when it ends by itself."""
 
     def __init__(
         self,
@@ -85,9 +85,9 @@ class Child:
         start_s: float = 0.0,
     ) -> None:
         """`words`: arguments of Python.  `stop_s`: seconds that the process may take to end after SIGTERM.  `spare`:
-        arguments of Python that start a fork server of spares; a spare takes over when the process ends.  `silence_s`:
-        kill a process that is up and sends no heartbeat for so long; 0: it sends no heartbeats.  `start_s`: kill a
-        process that is not up after so long; 0: never."""
+        arguments of Python that start a fork server of spares; a spare replaces the process when it ends.  `silence_s`:
+        seconds without a heartbeat after which a ready process is killed; 0: it sends none.  `start_s`: seconds after
+        which a process that is not ready is killed; 0: never."""
         self._silence_s, self._start_s = silence_s, start_s
         self._name = name
         self._words = words
@@ -100,9 +100,9 @@ class Child:
     async def keep(self) -> None:
         """Run the process until stop().
 
-        Raises GivenUp when it was never up: at once if it ends with CONFIG_ERROR, else after FAILURES starts.  A
-        process that was up once is restarted without limit, because what it lacks now, such as Redis, may return.  The
-        restart has no pause if the process was up in its last run."""
+        Raises GivenUp if it was never ready: at once if it ends with CONFIG_ERROR, else after FAILURES starts.  A
+        process that was ready once is restarted without limit, because a missing dependency, such as Redis, may
+        return.  The restart has no pause if the process was ready in its last run."""
         with readiness.ReadinessListener() as listener:
             if self._spare_words:
                 self._spares = Spares(self._spare_words, self._environment(listener))
@@ -117,11 +117,11 @@ class Child:
         while not self._stopping.is_set():
             spare = await self._spares.promote() if self._spares else None
             self._process = spare or await self._start(listener)
-            if self._stopping.is_set():  # stop() found no process to signal; this one has done nothing yet
+            if self._stopping.is_set():  # stop() was called before this process existed; it has done nothing yet
                 self.kill()
                 await self._process.wait()
                 return
-            if spare and self._spares:  # ready for a second death soon after the first
+            if spare and self._spares:  # prepare for a second death soon after the first
                 await self._spares.prepare()
             status, up = await self._watch(self._process, listener)
             if self._stopping.is_set():
@@ -153,9 +153,9 @@ class Child:
         return {**child_python.environment(), readiness.VARIABLE: listener.address}
 
     async def _watch(self, process: Process, listener: readiness.ReadinessListener) -> tuple[int, bool]:
-        """Wait until the process ends.  Returns its exit status, and whether it was up.
+        """Wait until the process ends.  Returns its exit status, and whether it was ready.
 
-        A missing spare is prepared once the process is up, so that the spare's imports do not slow the first start."""
+        A missing spare is prepared once the process is ready, so that its imports do not slow down the first start."""
         ending = asyncio.create_task(process.wait())
         try:
             up = await self._wait_until_up(ending, listener)
@@ -168,8 +168,8 @@ class Child:
             ending.cancel()
 
     async def _wait_until_up(self, ending: asyncio.Task[int], listener: readiness.ReadinessListener) -> bool:
-        """Wait until the process is up or ends.  Kill it once it has not been up for `start_s`.  Returns whether it is
-        up."""
+        """Wait until the process is ready or ends; kill it if it is not ready after `start_s`.  Returns whether it is
+        ready."""
         loop, starting = asyncio.get_running_loop(), Silence(POLL_S)
         up = killed = False
         while not (up or ending.done()):
@@ -264,7 +264,7 @@ class Supervisor:
         keepers = [asyncio.create_task(child.keep()) for child in children]
         helpers = [asyncio.create_task(self._announce()), asyncio.create_task(self._keep_redis())]
         stop = asyncio.create_task(self._stop.wait())
-        # Helpers are watched for their errors.  _announce() ends by itself, which must not end the other tasks.
+        # Errors of helper tasks end the supervisor.  _announce() ends normally, which must not end the other tasks.
         watched: set[asyncio.Task[Any]] = {*keepers, *helpers, stop}
         try:
             while not stop.done():
@@ -277,7 +277,7 @@ class Supervisor:
             # Gateways stop first: they finish their streams, for which they need the engine.  The engine needs Redis.
             await asyncio.gather(*(gateway.stop() for gateway in self._gateways))
             await self._engine.stop()
-            # A keeper ends after its processes.  If it were cancelled earlier, its spare would outlive the event loop.
+            # A keeper task ends after its processes.  If cancelled earlier, its spare would outlive the event loop.
             await asyncio.wait(keepers, timeout=KEEPERS_S)
             for task in keepers:
                 task.cancel()

@@ -113,7 +113,7 @@ class Served(msgspec.Struct, frozen=True):
     """Names and sampling defaults of the served model, and its LoRA adapters."""
 
     aliases: tuple[str, ...] = ()  # further names of the model
-    defaults: Sampling = Sampling()  # values of sampling parameters that a request leaves out
+    defaults: Sampling = Sampling()  # values for sampling parameters that a request omits
     adapters: dict[str, ServedAdapter] = {}  # value of `model` -> LoRA adapter
 
 
@@ -250,7 +250,7 @@ def _common(
 
 
 def _prompts(given: str | list[Any], config: GatewayConfig) -> list[Prompt]:
-    """Return `prompt`, which has four possible forms, as a list of texts or of token-id lists.  Raises Refusal.
+    """Return `prompt` (a text, token ids, or a list of either) as a list of texts or token-id lists.  Raises Refusal.
 
     An empty text is accepted here, since the tokenizer may add a BOS token; if it does not, `fit` refuses it."""
     prompts: list[Any]
@@ -268,9 +268,9 @@ def _prompts(given: str | list[Any], config: GatewayConfig) -> list[Prompt]:
 
 
 def _answer_tokens(name: str, value: int | None, config: GatewayConfig, *, scores: bool = False) -> int | None:
-    """Return the maximum tokens of a choice; None (for null and -1): as many as fit into the context.
+    """Return the maximum tokens of a choice; None (for null and -1): the rest of the context.
 
-    `scores`: the answer repeats the prompt, so 0 is allowed.  Raises Refusal."""
+    `scores`: the request only scores its prompt (`echo`), so 0 is allowed.  Raises Refusal."""
     if value is None or value == -1:
         return None
     if value or not scores:
@@ -329,7 +329,7 @@ def completion_request(
 def tokenized_chat(
     asked: TokenizeBody, config: GatewayConfig
 ) -> tuple[list[dict[str, Any]], ChatOptions, tuple[str, ...]]:
-    """Return the messages in a body of POST /tokenize, their options, and the names of ignored parts.
+    """Return the messages in a body of POST /tokenize, its chat options, and the names of ignored fields.
 
     Raises Refusal."""
     skipped = Skipped(config)

@@ -134,7 +134,7 @@ def unserved(name: str, why: str = "", given: Any = None) -> Refusal:
 
 
 def searched(sampling: Sampling, constrained: str) -> Sampling:
-    """Return the sampling parameters of a beam search, which draws no tokens.  Raises Refusal.
+    """Return the sampling parameters of a beam search, which does not sample.  Raises Refusal.
 
     `constrained`: name of a field for structured output, or "".  The model's defaults of temperature, top_p and so on
     are dropped.  A default repetition penalty is refused, since it would change the scores."""
@@ -158,8 +158,8 @@ def fit_beams(
 ) -> list[int]:
     """Return the maximum output tokens per prompt with which the search fits an engine's KV cache.  Raises Refusal.
 
-    `prompts`: tokens of each prompt.  `rooms`: maximum output tokens of each prompt without beams.  `blocks`: blocks of
-    the pool.  `size`: tokens per block.  `bounded`: the client chose the maximum, so it is not reduced."""
+    `prompts`: tokens of each prompt.  `rooms`: for each prompt, maximum output tokens without beam search.  `blocks`:
+    blocks of the pool.  `size`: tokens per block.  `bounded`: the client chose the maximum, so it is not reduced."""
     found = []
     for tokens, room in zip(prompts, rooms, strict=True):
         fits = beams.longest(tokens, blocks, size) - tokens
@@ -195,7 +195,7 @@ def require_beams(beams: Beams | None, engines: list[EngineLoad]) -> None:
 
 
 def queue_extra(beams: Beams | None, block_size: int) -> int:
-    """Return the tokens by which a prompt counts more in the queue: one block for each beam after the first.
+    """Return the tokens added to a prompt's queue cost: one block for each beam after the first.
 
     The beams take these blocks when the search begins."""
     return 0 if beams is None else (beams.width - 1) * block_size

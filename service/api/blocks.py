@@ -3,7 +3,7 @@
     deltas --Blocks.add--> (open, block, "") (grow, block, "more") ... (close, block, "") --a format--> its events
 
 They become the content blocks of `/v1/messages` and the output items of `/v1/responses`.  They depend on the text that
-the model wrote, not on its cut into deltas.
+the model wrote, not on how it was split into deltas.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class BlockFormat:
         self._cached = max(cached)
 
     async def prepare(self, delta: ChoiceDelta, *, with_prompt: bool | None = None) -> None:
-        """Do nothing, since log probabilities are encoded with their block."""
+        """Do nothing: log probabilities are encoded with their block."""
 
     async def prepare_end(self, pacer: Pacer) -> None:
         """Do nothing, since the end of a stream does not repeat the answer."""

@@ -72,7 +72,7 @@ def _thought(part: Part) -> str | None:
 
 
 def note_for(kind: str) -> str:
-    """Return the note that takes the place of a part of a tool's result."""
+    """Return the note that replaces a part of a tool's result."""
     return NOTE.format("image" if "image" in kind or "screenshot" in kind else "file")
 
 

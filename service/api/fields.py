@@ -1,4 +1,4 @@
-"""Fields of request bodies that no endpoint implements: each is harmless, refused by name, or unknown.
+"""Fields of request bodies that no endpoint implements: each is accepted without effect, refused by name, or unknown.
 
     a field of a body --in the struct of its endpoint (`bodies.py`)--> implemented, or checked there
                       --in HARMLESS--> accepted without effect: no answer would depend on it
@@ -30,7 +30,7 @@ class Harmless(NamedTuple):
 
 
 class Unserved(NamedTuple):
-    """A field of an unsupported feature.  `neutral`: values besides null that are accepted, as they have no effect."""
+    """A field of an unsupported feature.  `neutral`: accepted values besides null; they have no effect."""
 
     feature: str
     neutral: tuple[object, ...] = ()

@@ -16,7 +16,7 @@ from quire.service.config import GatewayConfig
 
 
 class EngineLimits(msgspec.Struct, frozen=True):
-    """For each limit, the minimum over the live engines, since any of them may claim the request."""
+    """The minimum of each limit over the live engines, since any of them may claim the request."""
 
     max_model_len: int  # tokens, prompt and output together
     vocab_size: int
@@ -94,7 +94,7 @@ def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> 
 
 
 def check_bounds(valid: ValidRequest, encoded: list[list[int]]) -> None:
-    """Raise Refusal for a prompt so long that a field such as `context_management` would require to change it."""
+    """Raise Refusal if a field such as `context_management` would shorten a prompt of this length."""
     longest = max(map(len, encoded))
     for bound in valid.bounds:
         if longest >= bound.tokens:

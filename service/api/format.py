@@ -41,7 +41,7 @@ class AnswerFormat(Protocol):
         """Continue after the position that a resuming client already has."""
 
     async def prepare(self, delta: ChoiceDelta, *, with_prompt: bool | None = None) -> None:
-        """Do the slow part of a delta's `chunk`, while other requests run."""
+        """Do the slow part of a delta's `chunk` in slices, between which other requests run."""
 
     def chunk(self, delta: ChoiceDelta) -> bytes:
         """Return the events of a delta; b"" if the client can see none of it yet."""
@@ -66,7 +66,7 @@ class AnswerFormat(Protocol):
 
 
 class Prompted(msgspec.Struct, frozen=True):
-    """A prompt in the form that an answer needs: its tokens, and the text that `echo` repeats."""
+    """Parts of a prompt that its answer contains: token ids, and the text that `echo` repeats."""
 
     token_ids: list[int]
     text: str = ""  # only with echo
@@ -74,7 +74,7 @@ class Prompted(msgspec.Struct, frozen=True):
 
 
 def call_id(request_id: str, choice: int, index: int) -> str:
-    """Return the id of a tool call.  It depends only on the call's place, so that a resumed answer has the same id.
+    """Return the id of a tool call.  It depends only on choice and index, so that a resumed answer has the same id.
 
     It has nine letters and digits, since some chat templates accept no other form."""
     digest = hashlib.sha256(f"{request_id} {choice} {index}".encode()).digest()
@@ -111,7 +111,7 @@ class Format:
         self._usage = UsageCount(valid, [len(prompt.token_ids) for prompt in prompts])
         self._started = [False] * choices
         self._ended: list[int] = []  # choices, in the order they ended
-        self._stage = b""  # the last part of an event id: see Position
+        self._stage = b""  # last part of an event id: see Position
         self._wants_usage = valid.include_usage
         kind = "chat.completion" if valid.chat else "text_completion"
         if valid.chat and valid.stream:

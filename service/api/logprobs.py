@@ -22,7 +22,9 @@ class Columns(NamedTuple):
     """Tokens of one choice, or of a prompt and one choice, with their log probabilities."""
 
     tokens: list[int]
-    found: list[TokenLogprob | None]  # entry per token; None for the first token of a prompt, which has no probability
+    found: list[
+        TokenLogprob | None
+    ]  # one entry per token; None for the first token of a prompt, which has no probability
     offsets: list[int]  # characters before each token; empty for chats
     texts: Sequence[bytes | None] = ()  # chats: bytes of each token that are content; None: all bytes
 

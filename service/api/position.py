@@ -14,12 +14,12 @@ class Position(msgspec.Struct, frozen=True):
     """How much of an answer a client has.  In an event id it is written `ID:TOKENS[:ENDED]`.
 
         cmpl-5f0c:17,,20         17 tokens of choice 0, nothing of choice 1, 20 tokens of choice 2
-        cmpl-5f0c:17,0,20:2      ... all of choice 2, its end included
+        cmpl-5f0c:17,0,20:2      also the end of choice 2
         cmpl-5f0c:17,9,20:usage  every choice, and the event with the usage
         cmpl-5f0c:17,9,20:done   the complete answer
 
-    A choice at 0 has begun: its role, or the echoed prompt, was sent.  The text that was sent after N tokens is a
-    function of these tokens.  So the position is enough to continue at exactly the next character."""
+    A choice at 0 has begun: its role, or the echoed prompt, was sent.  The text sent after N tokens is a function of
+    these tokens.  So any gateway can continue at exactly the next character."""
 
     request_id: str
     tokens: tuple[int | None, ...]  # tokens per choice; None: not begun

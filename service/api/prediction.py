@@ -18,7 +18,7 @@ from quire.service.common.limits import shown
 from quire.service.common.refusal import bad_request
 
 # Fields that are refused together with a prediction -> values that are allowed.  OpenAI also refuses `n` above 1 and
-# penalties.  Engines do not draft for requests with the other fields (engine/core/drafts.py::may_draft).
+# penalties.  Engines compute no drafts for requests with the other fields (engine/core/drafts.py::may_draft).
 NOT_WITH: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -60,5 +60,5 @@ def predicted_text(given: Prediction | None, fields: Mapping[str, Any]) -> str |
 
 
 def drafts_nothing(sampling: Sampling) -> bool:
-    """Return whether the model's default repetition penalty prevents drafting for this request."""
+    """Return whether the model's default repetition penalty disables speculative decoding for this request."""
     return sampling.repetition_penalty != 1

@@ -152,7 +152,7 @@ class Tenants:
     def of(self, authorization: str) -> Tenant:
         """Return the tenant of the key in an Authorization header.  Raises Refusal(401) for an unknown key.
 
-        Keys are looked up by digest, so the response time reveals nothing about how much of a guess is right."""
+        Keys are looked up by digest, so the response time does not show how many characters of a guess are right."""
         if self._open:
             return Tenant(admin=True, highest_priority=self._highest)
         scheme, _, key = authorization.partition(" ")

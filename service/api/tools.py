@@ -29,7 +29,7 @@ TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")  #
 
 
 class ToolRules(NamedTuple):
-    """Limits on tools that depend on the API format.  The default is OpenAI's chat."""
+    """Limits on tools in one API format.  The defaults are those of OpenAI's chat."""
 
     name: str = "tool name"  # key in LIMITS for the length of a name
     bounded: bool = True  # whether the limit `tools` applies to the number of tools

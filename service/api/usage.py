@@ -21,7 +21,7 @@ class UsageCount:
         self._cached = [0] * len(prompt_tokens)  # prompt tokens found in the prefix cache, per prompt
         self._reasoning = [0] * choices  # tokens of the reasoning, per choice
         self._predictions: list[Predictions] = [(0, 0)] * choices  # drafts from `prediction`: (accepted, rejected)
-        self._searched = 0  # tokens that beam search computed beyond those of its answers
+        self._searched = 0  # tokens computed by beam search that are in no answer
         self._shared = [0.0] * len(prompt_tokens)  # fraction of KV cache that the beams shared, per prompt
 
     def skip(self, tokens: list[int], cached: list[int], reasoning: list[int], predictions: list[Predictions]) -> None:

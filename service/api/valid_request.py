@@ -18,7 +18,7 @@ Prompt = str | list[int]
 
 
 class PromptBound(NamedTuple):
-    """A prompt length from which on a field requests a change of the prompt that is not supported."""
+    """Prompt length from which a field requires a change of the prompt that Quire does not support."""
 
     param: str  # name of the field
     tokens: int  # prompt length at which the request is refused
@@ -58,7 +58,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     unknown: tuple[str, ...] = ()  # names of ignored fields of the body
     adapter: ServedAdapter | None = None  # LoRA adapter named by `model`; None: the base model
     options: ChatOptions = msgspec.field(default_factory=ChatOptions)  # options of the chat template
-    reading: Reading | None = None  # parameters for cutting a chat answer into regions; None: all of it is content
+    reading: Reading | None = None  # how to split a chat answer into regions; None: all of it is content
     constraint: Constraint | None = None  # constraint on the answer, until it is compiled to `sampling.grammar`
     grammar_param: str = ""  # name of the field from which `sampling.grammar` comes
     bad_words: tuple[str, ...] = ()  # texts, until the tokenizer has encoded them into `sampling`
@@ -69,7 +69,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     called: dict[str, Called] = {}  # /v1/responses: function name in the chat -> tool of the client, if they differ
     beams: Beams | None = None  # beam search; None: sampling
     best: int = 0  # `best_of`: number of most probable choices to return out of `n`; 0: all
-    hide_logprobs: bool = False  # log probabilities are only used to rank choices
+    hide_logprobs: bool = False  # log probabilities only rank choices and are not sent
     hide_reasoning: bool = False  # leave reasoning out of the answer
     repeated: list[str] = []  # `echo` of chats: text with which the answer to each chat begins
     conversations: list[list[dict[str, Any]]] = []  # further chats, one prompt each; `messages` is the first chat

@@ -1,4 +1,4 @@
-"""Changes order and roles of a chat's messages so that a chat template renders them without losing text.
+"""Changes order and roles of a chat's messages so that the chat template renders all of their text.
 
     [system, system, user, assistant + calls, tool, system, user] --fit, for a Dialect--> messages for the template
 

@@ -60,7 +60,7 @@ class Limit(msgspec.Struct, frozen=True):
     above_low: bool = False  # `low` itself is refused
     option: str = ""  # name of the GatewayConfig option whose value is `high`
     entries: bool = False  # the number is a count or length, so the error message says "at most"
-    set_by: str = ""  # source of the limit, if it is neither in this table nor an option of the gateway
+    set_by: str = ""  # origin of the limit, if it is neither in this table nor a gateway option
     code: str = "invalid_value"
     status: int = 400
 
@@ -189,7 +189,7 @@ LIMITS: dict[str, Limit] = {
     "bad_words chars": Limit("bad_words", "characters of each word", 1, high=WORD_CHARS, entries=True, code="too_long"),
     "bad_words tokens": Limit(
         "bad_words",
-        "tokens of all words, with and without a blank; those of one token do not count",
+        "tokens of all words, each with and without a leading space; one-token words do not count",
         high=WORD_TOKENS,
         entries=True,
         code="too_long",

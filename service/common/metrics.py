@@ -7,7 +7,7 @@ A gauge of the fleet also declares the function that reads it: `of_fleet` or `of
 here, and one line in the module that records it.  Label values come from closed or bounded sets (tenants,
 fingerprints).
 
-Engines are the only labels without a bound: 1,000 of them have 15,000 series.  So a reading of the fleet is only
+Engines are the only labels without a bound: 1,000 of them have 15,000 series.  So a snapshot of the fleet is only
 stored.  Its series are made while the page is written, on a thread: 140 to 200 ms for 1,000 engines.
 
 If gateways share a port, a scrape of it reaches any one of them.  So every series has a `gateway` label, and each
@@ -40,7 +40,7 @@ OTHER = "other"  # label of all tenants beyond the first TENANTS
 NAMELESS = "default"  # label for requests of keys that belong to no tenant
 
 Labels = tuple[str, ...]
-# Reads a gauge's value from an engine's report; a gauge with one more label: its values by that label.
+# Reads a gauge's value from an engine's report, or with one more label its values by that label.
 OfEngine = Callable[[EngineLoad], float | dict[str, float]]
 
 
@@ -114,14 +114,14 @@ GATEWAY_INFO = _gauge("quire_gateway_info", "Version of Quire and of Python; alw
 REQUESTS = _counter("quire_requests", "Requests answered, by endpoint and HTTP status.", "endpoint", "status")
 REFUSALS = _counter("quire_refusals", "Requests refused or failed, by error code.", "code")
 UNKNOWN_FIELDS = _counter(
-    "quire_unknown_fields", "Fields of accepted requests that nothing reads, by endpoint.", "endpoint"
+    "quire_unknown_fields", "Fields of accepted requests that have no effect, by endpoint.", "endpoint"
 )
 DECISIONS = _counter(
     "quire_admission_decisions",
-    "Requests admitted to the queue, by lane, or refused for want of room, by error code.",
+    "Requests admitted to the queue, by lane, or refused for lack of capacity, by error code.",
     "decision",
     "reason",
-    vllm=Vllm(("vllm:admission_rejections",), "Requests refused for want of room, by error code."),
+    vllm=Vllm(("vllm:admission_rejections",), "Requests refused for lack of capacity, by error code."),
 )
 STARTS = _counter(
     "quire_request_starts",
@@ -133,7 +133,7 @@ STARTS = _counter(
 GOODPUT = _counter(
     "quire_goodput_requests",
     "Requests by whether they met their targets: met (answered, the first token within --ttft-target-s of arrival and "
-    "the mean time between tokens within --itl-target-s) or missed (slower, failed, or refused for want of room).  "
+    "the mean time between tokens within --itl-target-s) or missed (slower, failed, or refused for lack of capacity).  "
     "Requests whose client left, invalid ones and those over a quota are in neither.",
     "targets",
     series=(("met",), ("missed",)),
@@ -180,7 +180,7 @@ QUEUE_OLDEST = _gauge(
 )
 _gauge(
     "quire_queue_room_tokens",
-    "Prompt tokens that the engines would claim at once.",
+    "Prompt tokens that the engines could claim immediately.",
     of_fleet=lambda fleet: fleet.free_tokens,
 )
 QUARANTINED = _gauge(
@@ -207,12 +207,12 @@ ENGINE_AGE = _engine_gauge(
 ENGINE_BLOCKS = _engine_gauge("quire_engine_kv_blocks", "KV blocks in the pool.", lambda load: load.total_blocks)
 ENGINE_FREE = _engine_gauge(
     "quire_engine_kv_blocks_free",
-    "KV blocks that a new request can have, idle cached blocks included.",
+    "KV blocks available to a new request: free ones, and cached ones that no sequence uses.",
     lambda load: load.free_blocks,
 )
 ENGINE_CACHED = _engine_gauge(
     "quire_engine_kv_blocks_cached",
-    "Idle KV blocks that hold a reusable prefix; free ones, too.",
+    "Cached KV blocks with a reusable prefix that no sequence uses; the free ones include them.",
     lambda load: load.cached_blocks,
 )
 _engine_gauge(
@@ -239,7 +239,7 @@ ENGINE_PROMPT = _engine_gauge(
 )
 ENGINE_HITS = _engine_gauge(
     "quire_engine_prefix_hit_tokens",
-    "Those of these prompt tokens that the prefix cache had.",
+    "Prompt tokens of these requests that were found in the prefix cache.",
     lambda load: load.cached_prompt_tokens,
 )
 ENGINE_PREEMPTIONS = _engine_gauge(
@@ -252,24 +252,24 @@ _engine_gauge(
 )
 ENGINE_JUMPED = _engine_gauge(
     "quire_engine_jumped_tokens",
-    "Output tokens that a grammar forced and that took no step of their own, since the engine started.",
+    "Output tokens forced by a grammar, without a decode step of their own, since the engine started.",
     lambda load: load.jumped_tokens,
 )
 ENGINE_DRAFTED = _engine_gauge(
     "quire_engine_drafted_tokens",
-    "Drafts of speculative decoding that steps computed since the engine started, by where they came from.",
+    "Draft tokens of speculative decoding computed since the engine started, by source.",
     lambda load: {source: computed for source, (computed, _) in load.drafts.items()},
     "source",
 )
 ENGINE_ACCEPTED = _engine_gauge(
     "quire_engine_accepted_drafts",
-    "Those of these drafts that equalled what was sampled: steps saved.",
+    "Draft tokens accepted since the engine started, by source; each saves a step.",
     lambda load: {source: accepted for source, (_, accepted) in load.drafts.items()},
     "source",
 )
 ENGINE_REFUSED_DRAFTS = _engine_gauge(
     "quire_engine_refused_drafts",
-    "Drafts found since the engine started and not computed, because they would have taken longer than they save.",
+    "Draft tokens found since the engine started and not computed, because they would not have saved time.",
     lambda load: load.refused_drafts,
 )
 
@@ -305,9 +305,7 @@ REQUEST_LATENCY = _histogram(
     histograms.FINE_REQUEST_S,
     vllm=Vllm(("vllm:e2e_request_latency_seconds",), "Seconds from arrival to the last byte.", histograms.REQUEST_S),
 )
-RETRY_AFTER = _histogram(
-    "quire_retry_after_seconds", "Seconds that refused clients were asked to wait.", histograms.RETRY_S
-)
+RETRY_AFTER = _histogram("quire_retry_after_seconds", "Retry-After of refused requests, seconds.", histograms.RETRY_S)
 REQUEST_PROMPT = _histogram("quire_request_prompt_tokens", "Prompt tokens of a request.", histograms.TOKENS)
 REQUEST_OUTPUT = _histogram("quire_request_output_tokens", "Output tokens of a request.", histograms.TOKENS)
 CHOICES = _histogram("", "", histograms.TOKENS, vllm=Vllm(("vllm:request_params_n",), "Choices of a request."))
@@ -316,12 +314,12 @@ MAX_TOKENS = _histogram(
 )
 LOOP_STALL = _histogram(
     "quire_gateway_loop_stall_seconds",
-    "How late the event loop ran a timer, seconds.  Nothing moves meanwhile.  Measured every 10 ms.",
+    "Delay of a timer of the event loop, seconds; no stream gets tokens meanwhile.  Measured every 10 ms.",
     histograms.STALL_S,
 )
 LOOP_BUSY = _histogram(
     "quire_gateway_loop_busy_seconds",
-    "The part of each delay in which this process computed, seconds.  Other processes took the rest.",
+    "CPU time of this process within each delay, seconds; other processes took the rest.",
     histograms.STALL_S,
 )
 LOG_LINES_DROPPED = _counter(
@@ -362,9 +360,9 @@ class Telemetry(Collector):
         self._objects: dict[Metric, Counter | Gauge] = {}
         self._tallies: dict[Metric, dict[Labels, Tally]] = {}
         self._tenants: set[str] = set()  # tenants with series of their own
-        # Engines of the last reading, by name.  `time_ms`: time of the last sync, on this process's clock.
+        # Engines in the last snapshot, by name.  `time_ms`: time of the last sync, on this process's clock.
         self._engines: dict[str, EngineLoad] = {}
-        self._fingerprint = ""  # fingerprint of the model at the last reading
+        self._fingerprint = ""  # fingerprint of the model in the last snapshot
         self._dropped_lines = 0  # number of dropped log lines at the last scrape
         self._writing = threading.Lock()
         for metric in TABLE:

@@ -203,7 +203,7 @@ class StallWatch:
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Start to measure.  Needs a running event loop."""
+        """Start the measurements.  Needs a running event loop."""
         self._loop = asyncio.get_running_loop()
         self._arm()
 
@@ -230,7 +230,7 @@ class QuietCollector:
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Start to check.  Needs a running event loop."""
+        """Start the checks.  Needs a running event loop."""
         self._handle = asyncio.get_running_loop().call_later(QUIET_S, self._look)
 
     def stop(self) -> None:

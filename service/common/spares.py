@@ -1,6 +1,6 @@
 """The spare engine of `quire serve`, and the fork server that makes spares (engine/process/fork_server.py).
 
-    no spare ── prepare() ──> being forked ──> waits ── promote() ──> serves; the next spare is being forked
+    no spare ── prepare() ──> being forked ──> idle ── promote() ──> serves; the next spare is being forked
 
 The first spare takes as long as the imports of the fork server; every later spare takes a fraction of a second.
 """
@@ -58,7 +58,7 @@ class ForkedProcess:
             os.kill(self.pid, number)
 
     def take_over(self) -> None:
-        """Tell the spare to begin serving."""
+        """Make the spare begin serving."""
         with contextlib.suppress(OSError):  # the spare has just died
             os.write(self._stdin, b"now\n")
         self.close_stdin()

@@ -15,7 +15,7 @@ GIVE_UP_S = 20.0  # seconds of failures after which the process ends
 
 
 class Task:
-    """A coroutine function that must run forever, and its failures."""
+    """A coroutine function that runs forever, and a record of its failures."""
 
     def __init__(self, name: str, work: Callable[[], Awaitable[None]], progress: Callable[[], int]) -> None:
         """`progress()` returns a number that grows whenever the work succeeds."""
@@ -46,7 +46,7 @@ class Task:
                 task = asyncio.current_task()
                 if task is None or task.cancelling():
                     raise
-                error = caught  # not this task, but something that it awaited was cancelled
+                error = caught  # an awaitable of this task was cancelled, not the task itself
             if self.failing is None:
                 self._since, pause = asyncio.get_running_loop().time(), BACKOFF_S[0]
             self._reached = self._progress()

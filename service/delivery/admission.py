@@ -4,7 +4,7 @@
     longer, but within the maximum wait ---> late lane       engines claim from it with the free capacity that is left
     beyond the maximum wait ---------------> 429             Retry-After: until the late lane is short enough
 
-Each engine reports its free capacity: the prompt tokens that it would still claim.  Requests beyond it wait in the
+Each engine reports its free capacity: the prompt tokens that it could still claim.  Requests beyond it wait in the
 queue, which all engines share.  The wait of a request in a lane is estimated as
 
     wait = (prompt tokens ahead of it + its own - free capacity) / prompt tokens that engines start per second
@@ -12,9 +12,9 @@ queue, which all engines share.  The wait of a request in a lane is estimated as
 Engines empty the on-time lane first, so the wait in the late lane counts the tokens of both.  A tenant below its share
 of an engine does not wait, if the engine would preempt sequences of other tenants for it.
 
-This gateway's view of the queue is a moment old, and other gateways submit meanwhile.  So `decide` returns the maximum
-length of each lane at which this request may join it.  The submit script compares the lanes with these bounds and
-picks the lane.
+This gateway's snapshot of the queue is a moment old, and other gateways submit meanwhile.  So `decide` returns the
+maximum length of each lane at which this request may join it.  The submit script compares the lanes with these bounds
+and picks the lane.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from quire.service.config import GatewayConfig
 
 RETRY_CAP_S = 60.0  # maximum Retry-After: clients ignore or refuse to honour longer pauses
 JITTER = 0.25  # maximum random lengthening of Retry-After, as a fraction, so that clients spread out
-PROMISE_JITTER = 0.05  # maximum random lengthening of promised pauses, which differ from each other already
+PROMISE_JITTER = 0.05  # maximum random lengthening of promised pauses, which are already spread out
 # A promised retry may wait this many times the lane's maximum wait, so that it is admitted even if engines were slower
 # than estimated.
 KEPT = 2.0
-# Without a late lane, promises take at most this fraction of the engines' pace.  The rest is left to new requests.
+# Without a late lane, promised retries get at most this fraction of the engines' throughput, new requests the rest.
 PROMISED_PACE = 0.8
 LATE_STEPS = 3  # an engine's report is late after this many steps of usual length
 # Maximum wait in the on-time lane as a fraction of the TTFT target: prefill takes the rest.
@@ -85,7 +85,7 @@ class Decision(msgspec.Struct, frozen=True):
     """The bounds within which a request may join each lane, and its estimated wait there."""
 
     bounds: QueueBounds
-    on_time_wait_s: float | None  # estimated wait in the on-time lane; None while the engines' pace is not known
+    on_time_wait_s: float | None  # estimated wait in the on-time lane; None while the engines' throughput is not known
     late_wait_s: float | None  # estimated wait in the late lane
 
 
@@ -130,7 +130,7 @@ def drafts(fleet: Fleet) -> bool:
 
 
 def require_adapters(fleet: Fleet, param: str) -> None:
-    """Raise Refusal unless an engine takes LoRA adapters, and those that do not leave it the request."""
+    """Raise Refusal unless an engine supports LoRA adapters, and the other engines leave such requests to it."""
     taken = any(_honours(ADAPTERS, load) for load in _claiming(fleet))
     names = (ADAPTERS, LEAVES_ADAPTERS) if taken else (ADAPTERS,)
     _require(fleet, lambda load: any(_honours(name, load) for name in names), param, "LoRA adapters")
@@ -184,7 +184,7 @@ def _trust(load: EngineLoad, now_ms: int) -> float:
 
 
 def _token_s(engines: list[EngineLoad]) -> float:
-    """Return the seconds per output token of a sequence on the fastest engine; 0 if no engine's pace is known."""
+    """Return the seconds per output token of a sequence on the fastest engine; 0 if no engine's throughput is known."""
     return min((load.step_s for load in engines if load.step_s > 0), default=0.0)
 
 
@@ -197,8 +197,8 @@ def ahead(cost: Cost, fleet: Fleet) -> tuple[int, int]:
     at the smallest counter, so the queue of a busy tenant delays it little.  Output tokens also raise counters; they
     are left out here, since both tenants are charged for them.  The complete on-time lane is ahead of a late request.
 
-    A reading of the fleet names only the tenants with the smallest counters.  Each unnamed tenant is estimated with the
-    largest counter and the largest weight of the named ones, which is an upper bound of its tokens ahead."""
+    A snapshot names only the tenants with the smallest counters.  Each unnamed tenant is estimated with the largest
+    counter and the largest weight of the named ones, which is an upper bound of its tokens ahead."""
     tenants = fleet.tenants
     ours = tenants.get(cost.tenant)
     own_late = ours.late_tokens if ours else 0
@@ -233,7 +233,7 @@ def _preemption_room(cost: Cost, fleet: Fleet, fresh: list[EngineLoad]) -> int:
     """Return how many prompt tokens are left that engines would start at once by preempting others for this tenant.
 
     Engines offer this only to tenants below their share.  The tokens of this request, and of queued requests of such
-    tenants, are subtracted.  < 0: the request does not fit, or no engine offers any."""
+    tenants, are subtracted.  < 0: the request does not fit, or no engine would preempt for it."""
     offers = [load for load in fresh if load.preemptible_tokens and cost.tenant not in load.over_share]
     if not offers:
         return -1
@@ -244,26 +244,26 @@ def _preemption_room(cost: Cost, fleet: Fleet, fresh: list[EngineLoad]) -> int:
 
 
 class _Supply(NamedTuple):
-    """Capacity and pace of the engines that take new requests."""
+    """Free capacity (tokens) and prompt throughput (tokens/s) of the engines that take new requests."""
 
     fresh: list[EngineLoad]  # engines whose last sync is at most STALE_MS old
     room: int  # free capacity: prompt tokens that engines would claim at once
     inside: int  # prompt tokens that engines have claimed and not started; they are ahead of the queue
-    tokens_per_s: float  # prompt tokens started per second; 0: not known, or the engines stand still
-    stand_still: bool  # True if engines with a known pace have stopped syncing
+    tokens_per_s: float  # prompt tokens started per second; 0: not known, or the engines have stopped
+    stand_still: bool  # True if engines with known throughput have stopped syncing
     pools: float  # capacity of the KV block pools of `fresh`, in tokens
     token_s: float  # seconds between two output tokens of a sequence; 0: not known
 
     def wait_s(self, missing: float) -> float | None:
         """Return the seconds until engines have started `missing` prompt tokens beyond their free capacity.
 
-        None while the pace is not known."""
+        None while the throughput is not known."""
         return max(0.0, missing + self.inside) / self.tokens_per_s if self.tokens_per_s > 0 else None
 
     def budget(self, wait_s: float, unknown: float) -> float:
         """Return how many prompt tokens may be ahead of a request that waits at most `wait_s` seconds.
 
-        `unknown`: the value to return while the pace is unknown because the engines were idle."""
+        `unknown`: the value to return while the throughput is unknown because the engines were idle."""
         if self.tokens_per_s > 0:
             return wait_s * self.tokens_per_s
         if wait_s < 0 or self.stand_still:
@@ -272,7 +272,7 @@ class _Supply(NamedTuple):
 
 
 def _supply(fleet: Fleet, now_ms: int) -> _Supply:
-    """Compute capacity and pace of the engines that take new requests."""
+    """Compute free capacity and prompt throughput of the engines that take new requests."""
     engines = [load for load in fleet.engines if not load.draining]
     exchanged_ms = fleet.exchanged_ms
     fresh = [load for load in engines if now_ms - exchanged_ms.get(load.engine, load.time_ms) <= STALE_MS]
@@ -291,8 +291,8 @@ def _supply(fleet: Fleet, now_ms: int) -> _Supply:
 def wait_estimator(fleet: Fleet, now_ms: int) -> Callable[[Place], float | None]:
     """Return a function that estimates, from a request's place in the queue, the seconds until it is claimed.
 
-    The function returns None while the engines' pace is not known.  It assumes that all requests of a lane are equally
-    long.  It takes O(engines) to make and O(1) to call, since thousands of requests may wait."""
+    The function returns None while the engines' throughput is not known.  It assumes that all requests of a lane are
+    equally long.  It takes O(engines) to make and O(1) to call, since thousands of requests may wait."""
     supply = _supply(fleet, now_ms)
 
     def wait_s(place: Place) -> float | None:
@@ -312,11 +312,11 @@ def decide(
     Raises Refusal(429) when the request may join neither lane now.  The code is `rate_limit_exceeded` if it would wait
     longer than `longest_wait_s` or than its client allows.  It is `deadline_unreachable` if wait plus minimum service
     time would exceed its deadline.  Raises Refusal(503) when no engine is alive or all are draining.
-    Takes O(engines + tenants that the reading names).
+    Takes O(engines + tenants in the snapshot).
 
-    An engine whose last sync is older than STALE_MS counts as full and standing still.  If the reading of the queue is
-    that old, no free capacity counts.  So an outdated view refuses rather than overloads.  An engine in a long step
-    still syncs, so its free capacity counts, while its rates count less and less (`_trust`).  While the pace is unknown
+    An engine whose last sync is older than STALE_MS counts as full and standing still.  If the snapshot of the queue is
+    that old, no free capacity counts.  So an outdated snapshot refuses rather than overloads.  An engine in a long step
+    still syncs, so its free capacity counts, but its rates are reduced (`_trust`).  While the throughput is unknown
     (engines idle or just started), the on-time lane may hold as many tokens as the KV pools, and the late lane is
     unbounded.
 
@@ -362,8 +362,8 @@ def _slack(cost: Cost, supply: _Supply, missing: int, longest_s: float, unknown:
 
     < 0: the wait is too long already.  -infinity: the request would miss its deadline in any lane.
     `missing`: prompt tokens ahead of the request plus its own, minus the engines' free capacity.
-    `longest_s`: maximum wait in seconds.  `unknown`: prompt tokens that may be ahead while the pace is not known."""
-    # The pace of an engine that was idle until now is unknown, but such an engine has free capacity.
+    `longest_s`: maximum wait in seconds.  `unknown`: prompt tokens that may be ahead at unknown throughput."""
+    # The throughput of an engine that was idle until now is unknown, but such an engine has free capacity.
     service = cost.min_output_tokens * supply.token_s if missing > 0 else 0.0
     deadline = supply.budget(cost.timeout_s - service, unknown)
     if deadline < 0:

@@ -1,4 +1,4 @@
-"""Requests that arrive while no engine takes requests: they wait here, and join a lane when an engine does.
+"""Requests that arrive while no engine takes requests wait here until an engine does; then they join a lane.
 
     arrival --> engine takes requests? -- yes --> limits, admission, lane
                   no: wait, at most --takeover-wait-s, the request's timeout and X-Max-Queue-Wait --> 503 no_engine

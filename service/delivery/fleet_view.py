@@ -1,6 +1,6 @@
 """The last known state of the engines and of the shared queue, from Redis.
 
-    readings of Redis --record_reading--> FleetView --fleet()--> admission, /ready, metrics
+    snapshots from Redis --record_reading--> FleetView --fleet()--> admission, /ready, metrics
     replies to submits --record_queue------^
 
 Engines' clocks may be wrong.  So an engine's report gets a time stamp of this process's clock when it changes.
@@ -24,7 +24,7 @@ class FleetView:
         self._exchanged_ms: dict[str, int] = {}  # engine -> unix time of its last sync, on this process's clock
         self._queue = Queue(queued=0, queued_tokens=0, free_tokens=0, tenants={})
         self._queue_ms = 0  # when `_queue` was read, on this process's clock
-        self._quarantined = 0  # as of the last full reading
+        self._quarantined = 0  # in the last full snapshot
 
     def record_load(self, load: EngineLoad) -> None:
         """Store an engine's load.  A report with an unchanged `time_ms` does not count as a sign of life."""
@@ -40,12 +40,12 @@ class FleetView:
         self._queue, self._queue_ms = msgspec.structs.replace(queue, tenants=tenants), steady_ms()
 
     def record_reading(self, fleet: Fleet) -> None:
-        """Store a full reading, and forget engines that it lacks: their leases have lapsed."""
+        """Store a full snapshot, and forget engines that it lacks: their leases have lapsed."""
         for load in fleet.engines:
             self.record_load(load)
         for engine in self._loads.keys() - {load.engine for load in fleet.engines}:
             del self._loads[engine]
-        ahead_ms = steady_ms() - fleet.time_ms  # how far this process's clock is ahead of the reading's
+        ahead_ms = steady_ms() - fleet.time_ms  # how far this process's clock is ahead of the snapshot's
         self._exchanged_ms = {engine: time_ms + ahead_ms for engine, time_ms in fleet.exchanged_ms.items()}
         self._queue, self._queue_ms = (
             Queue(fleet.queued, fleet.queued_tokens, fleet.free_tokens, fleet.tenants, fleet.on_time, fleet.late),

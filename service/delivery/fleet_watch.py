@@ -1,7 +1,7 @@
 """The watch over the engines: reads the fleet's state from Redis every `fleet_s` seconds, then does periodic upkeep.
 
-    Redis --reading--> FleetView --> admission, /ready, metrics
-                  `--> requests that wait for an engine, places in the queue, usage ledger, retention of token logs
+    Redis --snapshot--> FleetView --> admission, /ready, metrics
+                  `--> requests that wait for an engine, queue positions, usage ledger, retention of token logs
 
 The watch also stores the reason why Redis cannot be used.  While there is one, `Streams` refuses new requests.
 """
@@ -40,7 +40,7 @@ class FleetWatch:
         self._orders, self._updates, self._ledger = orders, updates, ledger
         self._interval_s = config.fleet_s
         self.engine_wait = EngineWait(config.takeover_wait_s, config.max_queued)
-        self.readings = 0  # number of readings since the start
+        self.readings = 0  # number of snapshots since the start
         self._missed = False  # True if open requests may lack tokens that the token logs have
         # Why Redis cannot be used: one line per failed kind of call.  A line goes when a call of its kind succeeds.
         self._troubles = {"fleet": "the engines have not been looked up yet"}

@@ -72,7 +72,9 @@ class Mailbox:
         self.had_logprobs: Sequence[TokenLogprob] | None = None
         self.ended = False  # a Finish arrived, or this gateway set one: no more tokens will arrive
         self.closed = False  # the handler takes no more tokens
-        self._tokens: list[int] | array[int] = []  # one delta's own list (never changed), or an array once deltas merge
+        self._tokens: (
+            list[int] | array[int]
+        ) = []  # the list of a single delta (never changed), or an array of merged deltas
         self._logprobs: list[TokenLogprob] | None = None
         self._sample: list[TokenLogprob] | None = None  # logprobs of one token, to estimate the bytes per token
         self._finish: Finish | None = None

@@ -1,4 +1,4 @@
-"""The orders (prompts of requests) of this gateway: which clients read each, and what happens once none does.
+"""The orders (prompts of requests) of this gateway: which clients read each, and its end when no client reads it.
 
     enter --> has readers --leave--+--> its answer is over ------------------------------------> settle
                   ^                +--> the client may resume --resume_s--+                        ^
@@ -168,7 +168,7 @@ class Orders:
     async def listen_again(self) -> None:
         """Read from the token logs the tokens that open requests missed.
 
-        Called after engines took this gateway for dead (it was paused, or Redis was away), or after Redis lost
+        Called after engines considered this gateway dead (it was paused, or Redis was away), or after Redis lost
         acknowledged writes.  Requests without a log end with REQUEST_LOST."""
         orders = [order for order in self._orders.values() if order.readers and order.unfinished]
         # In batches: 16,000 logs read one by one took longer than the interval of heartbeats.

@@ -4,7 +4,8 @@
                                                                             |-> headers x-queue-*
                                                                             '-> SSE comments, in the late lane
 
-The response to a streaming request in the late lane begins at once, before its first token, so that the client and
+The late lane has the requests whose estimated wait exceeds the TTFT target (`admission.py`).  The response to a
+streaming request in it begins at once, before its first token, so that the client and
 every proxy on the way know that the request is being served.
 """
 
@@ -19,8 +20,8 @@ from quire.engine.wire.link import BusDown
 from quire.engine.wire.records import Fleet, Lane, Place
 from quire.service.delivery import admission
 
-UPDATE_S = 3.0  # seconds between two readings of the places of waiting requests
-BATCH = 1000  # requests whose places are read and updated in one turn of the event loop: 2 ms
+UPDATE_S = 3.0  # seconds between two reads of the queue positions
+BATCH = 1000  # requests whose queue positions are read and updated in one turn of the event loop: 2 ms
 
 
 class Waiting:
@@ -40,12 +41,12 @@ class Waiting:
             self.waited_s = asyncio.get_running_loop().time() - self.since
 
     def comment(self) -> bytes:
-        """Return an SSE comment with the request's place in the queue and its estimated wait."""
+        """Return an SSE comment with the request's queue position and its estimated wait."""
         estimate = f" wait_s={self.wait_s:.1f}" if self.wait_s is not None else ""
         return f": queued place={self.ahead}{estimate}\n".encode()
 
     def headers(self) -> dict[str, str]:
-        """Return the x-queue-* headers: place and estimated wait before the first token, the actual wait after it."""
+        """Return the x-queue-* headers: position and estimated wait, or after the first token the actual wait."""
         found: dict[str, str] = {"x-queue-lane": self.lane}
         if self.waited_s is not None:
             return found | {"x-queue-wait": f"{self.waited_s:.3f}"}
@@ -75,7 +76,7 @@ class QueueUpdates:
     def __init__(self, bus: GatewaySide, fleet: Callable[[], Fleet]) -> None:
         self._bus, self._fleet = bus, fleet
         self._waiters: dict[str, Waiter] = {}  # waiters by the id of the first prompt
-        self._read = 0.0  # when the places were last read, in the event loop's time
+        self._read = 0.0  # when the queue positions were last read, in the event loop's time
 
     def add(self, order_id: str, waiter: Waiter) -> None:
         """Follow a request that was just queued."""
@@ -86,9 +87,9 @@ class QueueUpdates:
         self._waiters.pop(order_id, None)
 
     async def refresh(self, now_ms: int) -> None:
-        """Read the places, at most once every UPDATE_S.  While Redis does not answer, the last places stay.
+        """Read the queue positions, at most once every UPDATE_S.  While Redis does not answer, the last ones stay.
 
-        `now_ms`: unix time on the clock of the fleet's readings."""
+        `now_ms`: unix time on the clock of the fleet's snapshots."""
         now = asyncio.get_running_loop().time()
         if not self._waiters or now - self._read < UPDATE_S:
             return

@@ -1,8 +1,8 @@
 """Quotas of a tenant: tokens and requests that each request takes, 429 when none are left, `x-ratelimit-*` headers.
 
     Answers.begin --hold--> quota_take.lua ----> admission and submit ----> answer
-                                  |                     |                      '--> settle.lua gives back tokens
-                                  '-> OverQuota (429)   '-- refused: quota_return.lua gives everything back
+                                  |                     |                      '--> settle.lua returns unused tokens
+                                  '-> OverQuota (429)   '-- refused: quota_return.lua returns all tokens
 
 Redis keeps the buckets (`engine/wire/quotas.py`), which all gateways share.  A tenant without quotas costs no call.
 """

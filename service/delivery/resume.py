@@ -1,11 +1,11 @@
-"""Resume an answer: the record with which any gateway can continue an answer, and the check of who may resume it.
+"""Resume an answer: the record with which any gateway can continue it, and the check of who may resume it.
 
     POST, first event "cmpl-1:1" ... connection, client or gateway lost after "cmpl-1:17"
     POST to the same path, or GET /v1/streams/cmpl-1, with `Last-Event-ID: cmpl-1:17`   at any gateway: continues at 18
     POST with the same `Idempotency-Key` and body                                       the same answer from its start
 
 The record is stored in Redis with the request, for as long as its token log.  Any gateway computes the same answer,
-byte for byte, from record and token log.  Only the cuts into events may differ: a client that catches up gets larger
+byte for byte, from record and token log.  Only the split into events may differ: a client that catches up gets larger
 events.  Event ids are sent only to clients that announce that they can resume, because many SSE parsers try to parse
 every non-empty line as data.
 """
@@ -44,7 +44,7 @@ class Record(msgspec.Struct, frozen=True):
     owner: str  # digest of the API key that may resume the answer: see Tenants.owner
     tenant: str
     valid: ValidRequest  # without prompts and messages
-    prompts: list[Prompted]  # prompts in the form that the answer needs (token counts, `echo`)
+    prompts: list[Prompted]  # parts of each prompt that the answer contains: token ids for usage, text for `echo`
     model: str
     created: int  # unix seconds
     fingerprint: str | None

@@ -6,7 +6,7 @@
 
 Without the book, every refusal in the same moment would state the same pause: the time until the present queue is
 short enough.  All clients would retry at once, and most retries would be refused again.  With the book, each client
-gets a later time than the one before, at the pace at which the engines start requests.
+gets a later time than the one before, spaced by the engines' prompt throughput.
 
 A gateway knows its own promises only: a retry at another gateway is a new request there.
 """

@@ -1,4 +1,4 @@
-"""The token reader and the delivery: one task reads from Redis the tokens of all open requests of this gateway.
+"""The token reader: one task reads the tokens of all open requests of this gateway from Redis and delivers them.
 
     bus.batches() --> reader --> Order --> mailbox (merged) --> the request's own handler --> text --> socket
                                               ^ a slow client's tokens wait here (see `mailbox.py`)
@@ -46,7 +46,7 @@ T = TypeVar("T")
 ATTEMPTS = 5
 
 # Maximum number of submits in flight.  Further submits wait for this semaphore, not for a connection to Redis: a wait
-# for a connection would count as a slow Redis and end in a 503.  Two more connections serve readings of the fleet.
+# for a connection would count as a slow Redis and end in a 503.  Two more connections serve snapshots of the fleet.
 SUBMITS = 6
 DELIVER_COUNT = 1000  # maximum number of deltas delivered in one turn of the event loop, about 10 ms of work
 
@@ -128,7 +128,7 @@ class Streams:
     ) -> AsyncIterator[OpenRequest]:
         """A context in which a client's `requests` run: one per prompt, all with the same `n`, for `cost.timeout_s`.
 
-        Admission decides on the last reading of the fleet, and again on a newer one if the queue has grown past the
+        Admission decides on the last snapshot of the fleet, and again on a newer one if the queue has grown past the
         bounds of its decision.  `record` is stored with the requests; `find` returns it when a client resumes.
         Raises Refusal when no lane is free or Redis does not accept the requests, and AlreadySubmitted when an earlier
         request has the same idempotency key.  In both cases nothing is queued."""
@@ -209,7 +209,9 @@ class Streams:
         short = [one for one, count in zip(logged, counts, strict=False) if len(one.token_ids) < count]
         if len(logged) != order.n or any(one.finish is not None for one in short):
             raise Refusal(400, "invalid_event_id", "Last-Event-ID: the answer is not as long as that")
-        if short:  # Redis has lost the last tokens, which the engine sends again; or the client sent a wrong position
+        if (
+            short
+        ):  # Redis lost the last tokens, and the engine will send them again; or the client sent a wrong position
             message = "Last-Event-ID: the answer is not as long as that yet"
             raise Refusal(503, "answer_incomplete", message, retry_after_s=1.0)
         for index, one in enumerate(logged):
@@ -267,7 +269,7 @@ class Streams:
         """Spread the tokens of one engine step over the mailboxes."""
         self.orders.deliver(batch.deltas)
 
-    # -- what Redis holds
+    # -- data in Redis
 
     @property
     def responses(self) -> ResponseStore:

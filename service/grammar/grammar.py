@@ -1,4 +1,4 @@
-"""Structured output: request fields -> a grammar for llguidance, or a refusal that names the keyword at fault.
+"""Structured output: request fields -> a grammar for llguidance, or a refusal that names the unsupported keyword.
 
     parse_chat, parse_completion --asked--> Constraint --GrammarChecks.compile, on a thread--> Sampling.grammar
 
@@ -42,7 +42,7 @@ WHITESPACE = r"\x20|\x0A[\x20\x09]{0,16}"
 ANY_TEXT = "/(?s:.*)/"  # Lark regex of any text
 SPACES = "/[ \\n]{0,4}/"  # Lark regex of the white space allowed after reasoning and before a call
 PROBES = 4  # number of allowed first bytes that a check tries
-BLAMED_BYTES = 8192  # maximum JSON bytes of subschemas that are compiled alone to find the one at fault
+BLAMED_BYTES = 8192  # maximum JSON bytes of subschemas that are compiled alone to find the invalid one
 
 NO_ANSWER = "it allows no answer"
 LEGACY = {

@@ -67,7 +67,7 @@ def _opposite(inner: str) -> str | None:
     first, again = match["first"], match["again"]
     if re.match(first, "\n"):
         return None
-    within, line = _other(first, "\\n"), r"(?:\n[\s\S]*)?$"  # `.` matches no line end, so a second line is free
+    within, line = _other(first, "\\n"), r"(?:\n[\s\S]*)?$"  # `.` matches no line end, so any second line is allowed
     if again is None:
         return f"^{within}*{line}"
     return rf"^(?:{first}?{within})*{first}?{line}" if again == first else None

@@ -84,7 +84,7 @@ class Body:
 
 
 def parse_weight(data: bytes) -> int:
-    """Return the cost of parsing a JSON body, as the length of a plain string that takes equally long.
+    """Return the cost of parsing a JSON body: the length of a plain string that takes equally long to parse.
 
     Values within strings count, too, since the arguments of a call are JSON in a string.  For a body of more than
     LONG_BYTES, which is parsed on a thread anyway, it is the body's length."""

@@ -1,4 +1,4 @@
-"""Connections of the API's port: limits on their number and on the time for which a client may be silent.
+"""Connections of the API's port: limits on their number and on the silence of a client.
 
 aiohttp has no timeout for a request's headers and no limit of connections.  So a `Connection` stands in front of
 aiohttp's protocol.  It passes all calls on, and closes the connection if the client is silent for too long:
@@ -8,7 +8,7 @@ aiohttp's protocol.  It passes all calls on, and closes the connection if the cl
 
 At `max_connections`, a new connection replaces the connection that has been idle for the longest time.  If every
 connection has a request, RESERVE further connections are accepted for probes (`PROBES`).  Otherwise an orchestrator
-would take a full gateway for a dead one.
+would consider a full gateway dead.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class EngineStateFeed:
         self._watchers = 0
         self._reader: asyncio.Task[None] | None = None  # runs while there are watchers
         self._state: FleetState | None = None  # newest state; None: no state was read yet
-        self._failed_at = 0.0  # event-loop time of the first failure since the last good reading; 0: no failure
+        self._failed_at = 0.0  # event-loop time of the first failed read since the last success; 0: no failure
         self._encoded: dict[FleetState | None, bytes] = {}  # previous state -> event that changes it to the newest
         self._news = asyncio.Event()  # set, and replaced, by each reading
         self._closing = asyncio.Event()
@@ -136,7 +136,7 @@ class EngineStateFeed:
         clock = asyncio.get_running_loop().time
         sent: FleetState | None = None  # state that the watcher has
         seen: FleetState | None = None  # last state that was compared with `sent`
-        due = 0.0  # time at which an event is sent even if nothing has changed
+        due = 0.0  # time at which an event is sent even without changes
         budget = ByteBudget(clock())
         while not self._closing.is_set():
             newest = await self._newer(seen)

@@ -34,7 +34,7 @@ log = logging.getLogger("quire.gateway")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 STARTED = web.RequestKey("started", float)
-PATH = web.RequestKey("path", str)  # without `root_path`
+PATH = web.RequestKey("path", str)  # request path without `root_path`
 REQUEST_ID = web.RequestKey("request_id", str)
 METER = web.RequestKey("meter", Meter)
 TENANT = web.RequestKey("tenant", Tenant)

@@ -1,4 +1,4 @@
-"""Helpers of request handlers: work on threads, answers written in parts, a timeout for clients that do not read."""
+"""Helpers of request handlers: work on threads, answers written in parts, a timeout for clients that stop reading."""
 
 from __future__ import annotations
 

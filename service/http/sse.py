@@ -6,7 +6,7 @@
                                      (also while the request waits in the late lane)
     data: [DONE]
 
-Many clients take every non-empty line for an event, among them `vllm bench serve` and llmperf.  So `id:` lines and
+Many clients parse every non-empty line as an event, among them `vllm bench serve` and llmperf.  So `id:` lines and
 comments are sent only to clients that ask for event ids:
 
     id: cmpl-5f0c:17                 position in the answer after this event: `position.Position`
@@ -16,8 +16,9 @@ comments are sent only to clients that ask for event ids:
     : queued place=12 wait_s=8.3     while the request waits in the late lane
 
 The HTTP headers are sent with the first token or the first keep-alive, so that an earlier failure gets a proper HTTP
-status.  Only for a request in the late lane are headers and place in the queue sent at once.  Each handler waits only
-for its own socket, once WRITE_BUFFER_BYTES are buffered there.  Meanwhile new tokens merge in the request's mailboxes.
+status.  Only a request in the late lane (estimated wait over the TTFT target) gets headers and queue position at once.
+Each handler waits only for its own socket, once WRITE_BUFFER_BYTES are buffered there.  Meanwhile new tokens merge in
+the request's mailboxes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from quire.service.output.choice_delta import ChoiceDelta
 
 log = logging.getLogger("quire.gateway")
 
-# Not followed by a blank line: OpenAI's client, after an id, takes a lone blank line for an event without data and
+# Not followed by a blank line: after an id, OpenAI's client reads a single blank line as an event without data and
 # fails.
 KEEP_ALIVE = b": keep-alive\n"
 # Keep-alive for clients without event ids.  Two line ends: a client that splits the stream at blank lines gets an empty
@@ -71,12 +72,12 @@ async def write(
 ) -> web.StreamResponse:
     """Stream an answer to its end.  Before each write, calls `sent` with the number of tokens sent, per choice.
 
-    `waiting`: the request's place in the queue.  `silent()`: whether nothing was written for so long that a keep-alive
-    is due; tokens may have arrived whose text is held back.
+    `waiting`: the request's queue position.  `silent()`: whether a keep-alive is due, because nothing was written for
+    too long; tokens may have arrived whose text is held back.
 
     Raises Refusal while nothing was sent; later errors are sent as an event.  Raises ConnectionError when the client
     has left.  Raises HandedOver, from `deltas`, when the client shall resume at another gateway.  The stream then
-    breaks off without `[DONE]`, so that no client takes it for complete."""
+    breaks off without `[DONE]`, so that no client considers it complete."""
     response: web.StreamResponse | None = None
     try:
         async for changed in deltas:

@@ -21,7 +21,7 @@ from quire.engine.wire.records import Fleet
 # An answer's id has 20 random digits.  Names of sequences show only the first 8: on a gateway without API keys, the
 # complete id would let any watcher read the answer.
 RANDOM_DIGITS, SHOWN_DIGITS = 20, 8
-FEW = 256  # an event with at most this many patches is sent as patches, without trying the complete map
+FEW = 256  # with at most this many patches an event contains the patches, without a comparison with the complete map
 # Cell value -> (kind, references): free, cached, in one block table, shared by several block tables.
 KINDS = [(0, 0), (1, 0), (2, 1), *((3, refs) for refs in range(2, 255))]
 RUN_BYTES = 8  # bytes per run of blocks in SequenceBlocks.runs
@@ -30,7 +30,7 @@ Json = dict[str, Any]
 
 
 class EngineState(msgspec.Struct, frozen=True):
-    """State of one engine at one reading."""
+    """State of one engine in one snapshot."""
 
     figures: dict[str, int]  # load and sizes, by field name of the event
     cells: bytes | None  # map of the block pool, see PoolState; None: the engine publishes none
@@ -38,7 +38,7 @@ class EngineState(msgspec.Struct, frozen=True):
 
 
 class FleetState(msgspec.Struct, frozen=True, eq=False):
-    """State of all engines and of the shared queue at one reading.  Compared and hashed by identity."""
+    """State of all engines and of the shared queue in one snapshot.  Compared and hashed by identity."""
 
     time_ms: int  # unix time on Redis' clock
     lanes: dict[str, int]  # lane -> number of waiting requests
@@ -58,7 +58,7 @@ class FleetState(msgspec.Struct, frozen=True, eq=False):
 
 
 def observe(fleet: Fleet, pools: Mapping[str, PoolState], time_ms: int) -> FleetState:
-    """Combine one reading of load and pools.  `pools` lacks engines that publish no pool state."""
+    """Combine load and pools of one snapshot.  `pools` lacks engines that publish no pool state."""
     engines = {load.engine: _engine(load, pools.get(load.engine)) for load in fleet.engines}
     lanes = {"on_time": fleet.on_time.requests, "late": fleet.late.requests}
     return FleetState(time_ms, lanes, dict(sorted(engines.items())))

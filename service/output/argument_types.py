@@ -122,12 +122,12 @@ class Tools:
         return name in self._types
 
     def own_name(self, name: str) -> str:
-        """Return a tool's own name for one that a model has put into a namespace, as `functions.weather`."""
+        """Return the tool's name without a namespace that the model added, as in `functions.weather`."""
         last = _NAMESPACES.split(name)[-1]
         return last if name not in self._types and last in self._types else name
 
     def takes(self, name: str, argument: str) -> bool:
-        """Return whether a function has an argument."""
+        """Return whether a function has an argument of this name."""
         return argument in self._types.get(name, {})
 
     def outlines(self, name: str) -> dict[str, Any]:

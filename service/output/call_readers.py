@@ -49,7 +49,7 @@ class PythonCalls(SteppedCalls):
         if pending:
             return at, Status.MORE
         if match is not None and self._first and match.marker.field is self._context.notation:
-            return match.found.end(), None  # the model wrote the opening marker twice
+            return match.found.end(), None  # the model repeated the opening marker
         kind = match.marker.kind if match is not None else ""
         if match is not None and kind == "name" and (self._first or self._context.parallel):
             if not self._first and self.committed:

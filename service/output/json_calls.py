@@ -57,7 +57,7 @@ class JsonCalls:
             if pending:
                 return at, Status.MORE
             if match is not None and self._first and not self._context.name and match.marker.field is self._notation:
-                at = match.found.end()  # the model wrote the opening marker twice
+                at = match.found.end()  # the model repeated the opening marker
                 continue
             if match is not None and match.marker.kind in ("close", "call"):
                 closes = match.marker.kind == "close"
@@ -319,7 +319,9 @@ class _JsonList:
             self._json.complete()
             self._text.append(self._json.take())
         context, text = self._context, "".join(self._text)
-        if NO_ITEMS.fullmatch(text.strip()) and not context.notation.bare:  # some models say so that they call nothing
+        if (
+            NO_ITEMS.fullmatch(text.strip()) and not context.notation.bare
+        ):  # some models write an empty list if they call no tool
             return True
         calls = calls_of(text, context.notation)
         if calls is None:

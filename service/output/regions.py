@@ -12,8 +12,8 @@ inside its reasoning or a tool call.  The time is linear in the number of charac
 White space next to a marker belongs to the marker.  A tool call that cannot be read becomes content, unchanged.
 Arguments in JSON are passed on as the model writes them, and repaired if they are not valid JSON (`lenient_json.py`).
 
-A call within the reasoning is a draft, and stays reasoning.  But if the answer ends with it, the model forgot to close
-its reasoning, and the call counts.  So the text of such a call is held back until the text after it is known.
+A tool call inside the reasoning stays reasoning.  But if the answer ends with it, the model forgot to close its
+reasoning, and the call counts.  So the text of such a call, a draft, is held back until the text after it is known.
 """
 
 from __future__ import annotations
@@ -347,7 +347,7 @@ class RegionReader:
         return False
 
     def _read_drafted(self, text: str, end: End) -> Status:
-        """Read draft calls up to the end of a text.  Returns MORE if further calls may follow, or BROKEN."""
+        """Read tool calls inside the reasoning, up to the end of a text.  Returns MORE (calls may follow) or BROKEN."""
         assert self._draft is not None
         while self._at < len(text) or (end and self._call is not None):
             before, status = self._at, Status.MORE
@@ -373,14 +373,14 @@ class RegionReader:
         return Status.MORE
 
     def _release_draft(self) -> None:
-        """Write draft calls as plain text of the reasoning."""
+        """Write the tool calls inside the reasoning as its plain text."""
         assert self._draft is not None
         text, self._draft, self._call = "".join(self._draft), None, None
         self._drafted = []
         self.out.add_text(text)
 
     def _end_draft(self, end: End) -> None:
-        """End an answer with draft calls at its end.  They become real calls if complete and not cut by a limit."""
+        """End an answer with tool calls at the end of its reasoning: complete ones count, unless a limit cut it."""
         if end == "cut" or self._call is not None or not any(name for name, _ in self._drafted):
             self._release_draft()
             return
@@ -397,7 +397,7 @@ class RegionReader:
 def find(chat_template: str, shipped: Any = None) -> ResponseTemplate | None:
     """Return the response template that a model ships, or the one for its chat template.
 
-    None: no template is known, so every answer is content as a whole."""
+    None: no template is known, so the complete answer is content."""
     if shipped is not None:
         try:
             return ResponseTemplate(shipped, "the model's own")

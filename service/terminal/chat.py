@@ -1,6 +1,6 @@
 """`quire chat`: a conversation in a terminal.  One message through a pipe is answered as plain text.
 
-Ctrl-C stops the present answer, and the server stops computing it.  Ctrl-C or Ctrl-D at the prompt leaves.
+Ctrl-C cancels the current answer, also in the server.  Ctrl-C or Ctrl-D at the prompt ends the program.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from quire.service.terminal.wrapping import Wrapper
 
 PROG = "quire chat"
 PROMPT = "> "
-FAILED = 1  # exit status: the answer of a pipe is missing or incomplete
-LEFT = 130  # exit status of a pipe that Ctrl-C stopped
+FAILED = 1  # exit status if the answer to piped input is missing or incomplete
+LEFT = 130  # exit status if Ctrl-C stopped the answer to piped input
 
 
 class Outcome(msgspec.Struct):
@@ -56,7 +56,7 @@ class Chat:
     def __init__(self, config: ChatConfig, runner: asyncio.Runner) -> None:
         self._config, self._runner = config, runner
         self._base = server.base_url(config.url)
-        server.headers(config.api_key)  # a bad key is found before anything is sent
+        server.headers(config.api_key)  # refuses an invalid key before anything is sent
         self._console = Console(highlight=False)
         self._live = self._console.is_terminal
         self._model = ""
@@ -65,7 +65,7 @@ class Chat:
             self._messages.append({"role": "system", "content": config.system})
 
     def run(self) -> int:
-        """Answer the messages of the terminal or the one of a pipe.  Raises ServerError before the first prompt."""
+        """Answer messages from the terminal, or one from a pipe.  Raises ServerError before the first prompt."""
         self._model = self._runner.run(self._choose_model())
         if not sys.stdin.isatty():
             message = sys.stdin.read().strip()
@@ -91,7 +91,7 @@ class Chat:
         return str(server.choose_model(self._base, cards, self._config.model)["id"])
 
     def _ask(self, message: str) -> Outcome:
-        """Send a message and show the answer.  The conversation keeps what was answered."""
+        """Send a message and show the answer, which becomes part of the conversation."""
         self._messages.append({"role": "user", "content": message})
         outcome = self._runner.run(self._answer())
         if outcome.text:
@@ -135,7 +135,7 @@ class View:
     """Shows the events of one answer."""
 
     def __init__(self, console: Console, *, live: bool) -> None:
-        """`live`: the console is a terminal, where reasoning, the queue and times are shown, too."""
+        """`live`: the console is a terminal, so reasoning, queue position and times are shown, too."""
         self._console, self._live = console, live
         self._style = ""
         self._wrapper = Wrapper(console.width if live else 0, self._write)
@@ -186,7 +186,7 @@ class View:
         self._inline("\n" + ", ".join(parts))
 
     def clear(self) -> None:
-        """Remove the line about waiting."""
+        """Remove the status line."""
         if self._status is not None:
             self._status.stop()
             self._status = None

@@ -1,11 +1,11 @@
-"""One chat with a server: send the messages, read the streamed answer, resume it when the connection breaks.
+"""One chat with a server: send the messages, read the streamed answer, resume it after a lost connection.
 
     POST /v1/chat/completions, X-Resumable: 1 --> events with ids --x  connection lost
     GET /v1/streams/ANSWER, Last-Event-ID: the last event ----------> the rest, at any gateway
     DELETE /v1/streams/ANSWER ---------------------------------------  the user stops the answer
 
-A server other than Quire sends no header x-answer-id.  Then a lost connection ends the answer, and closing the
-connection is all that stops it.
+A server other than Quire sends no header x-answer-id.  Then a lost connection ends the answer, and only closing the
+connection cancels it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from quire.service.terminal import server
 from quire.service.terminal.options import ChatConfig
 from quire.service.terminal.server import ServerError
 
-RESUME_S = 30.0  # a gateway continues a disconnected client's request for so long (--resume-s)
-PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)  # between tries to resume; the last one repeats
-SILENCE_S = 60.0  # Quire sends a keep-alive every 10 s: a longer silence is a broken connection
+RESUME_S = 30.0  # seconds for which a gateway continues a disconnected client's request (--resume-s)
+PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds between attempts to resume; the last value repeats
+SILENCE_S = 60.0  # seconds of silence after which a connection counts as broken; Quire sends a keep-alive every 10 s
 STOP_S = 5.0  # seconds for the server to confirm that it cancelled an answer
-MAX_LINE = 2**22  # bytes of one event, as in a server's limit of bodies
+MAX_LINE = 2**22  # maximum bytes of one event
 QUEUED = re.compile(r": queued place=(\d+)(?: wait_s=([\d.]+))?$")
 
 
 class Waits(msgspec.Struct, frozen=True):
     """The request waits in the late lane."""
 
-    place: int  # requests ahead
-    wait_s: float | None  # estimate
+    place: int  # number of requests ahead
+    wait_s: float | None  # estimated wait in seconds; None: not known
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -56,7 +56,7 @@ class Ended(msgspec.Struct, frozen=True):
     """The answer is complete."""
 
     finish: str
-    tokens: int | None  # output tokens as the server counts them
+    tokens: int | None  # output tokens as counted by the server
 
 
 Event = Waits | Piece | Lost | Ended
@@ -79,7 +79,7 @@ class Answer:
         self._started = False  # the server has begun to answer
 
     def body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
-        """Return the request; a sampling field is left out where the server's default is wanted."""
+        """Return the request body.  Sampling fields with the server's default are omitted."""
         config = self._config
         fields: dict[str, Any] = {
             "model": self._model,
@@ -111,7 +111,7 @@ class Answer:
         yield Ended(self._finish, self._tokens)
 
     async def _resume(self, why: str) -> AsyncIterator[Event]:
-        """Read on after a broken connection, as often as it breaks; each success starts a new period of tries."""
+        """Resume after each broken connection.  Each success starts a new period of attempts."""
         if not self.id:
             raise ServerError(server.printable(f"the connection to {self._base} broke: {why}"))
         failures, until = 0, time.monotonic() + RESUME_S
@@ -153,7 +153,7 @@ class Answer:
         raise _Broken("the stream ended early")
 
     async def _refuse(self, response: aiohttp.ClientResponse) -> None:
-        """Act on a status other than 200."""
+        """Handle a status other than 200: return for 204, else raise ServerError."""
         body = await response.read()
         if response.status == 204:  # the answer was read to its end
             self._done = True
@@ -203,14 +203,14 @@ class Answer:
         return found
 
     async def stop(self) -> None:
-        """Have the server stop computing.  The connection is closed already."""
+        """Cancel the answer in the server.  The connection is closed already."""
         if not self.id or self._done:
             return
         try:
             async with asyncio.timeout(STOP_S), self._client.delete(f"{self._base}/v1/streams/{self.id}"):
                 pass
         except server.FAILURES:
-            pass  # then it ends by itself, --resume-s after the connection was closed
+            pass  # the server cancels the request --resume-s after the connection was closed
 
 
 async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[str]:

@@ -22,7 +22,7 @@ Url = Annotated[str, Meta(description="Server: host:port or http(s)://host:port,
 
 
 class ClientEnvironment(msgspec.Struct, frozen=True):
-    """The variable of clients: a server that finds it in its environment ignores it."""
+    """Environment variable of clients; a server ignores it."""
 
     api_key: str = ""
 
@@ -34,20 +34,20 @@ class TopConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         list[str],
         Meta(
             min_length=1,
-            description="Gateways, separated by commas: host:port or a URL. Their own port, or --metrics-port where "
+            description="Gateways, separated by commas: host:port or a URL. Their API port, or their --metrics-port if "
             "they have API keys.",
         ),
     ]
-    once: Annotated[bool, Meta(description="Print the figures once, as plain text, and end. A pipe implies it.")] = (
-        False
-    )
-    interval_s: Annotated[float, Meta(ge=0.1, le=60, description="Time between two readings.")] = 1.0
+    once: Annotated[
+        bool, Meta(description="Print the values once, as plain text, and end. Implied if the output is a pipe.")
+    ] = False
+    interval_s: Annotated[float, Meta(ge=0.1, le=60, description="Time between two samples of the metrics.")] = 1.0
     window_s: Annotated[
         float,
         Meta(
             gt=0,
             le=600,
-            description="Time over which rates and percentiles are taken. With --once it is --interval-s.",
+            description="Time over which rates and percentiles are computed. With --once it is --interval-s.",
         ),
     ] = 10.0
 
@@ -63,7 +63,12 @@ class ChatConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         int, Meta(ge=0, le=1_000_000, description="Longest answer in tokens. 0: what the server allows.")
     ] = 0
     temperature: Annotated[
-        float, Meta(ge=-1, le=2, description="0: always the most probable token. -1: the server's default.")
+        float,
+        Meta(
+            ge=-1,
+            le=2,
+            description="Sampling temperature. 0: always the most probable token. -1: the server's default.",
+        ),
     ] = -1.0
     top_p: Annotated[
         float,
@@ -81,9 +86,10 @@ class ChatConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         ),
     ] = -1.0
     repetition_penalty: Annotated[
-        float, Meta(ge=0, le=100, description="Above 1 tokens repeat less. 0: the server's default.")
+        float,
+        Meta(ge=0, le=100, description="Repetition penalty; above 1 tokens repeat less. 0: the server's default."),
     ] = 0.0
-    seed: Annotated[int, Meta(ge=-1, description="Same seed, same draws. -1: random.")] = -1
+    seed: Annotated[int, Meta(ge=-1, description="Seed of sampling. -1: random.")] = -1
 
 
 class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -93,7 +99,7 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     model: Annotated[str, Meta(description="Model to ask. Empty: the first that the server lists.")] = ""
     api_key: ApiKey = ""
     rate: Annotated[
-        float, Meta(gt=0, le=10_000, description="Requests per second, sent when due however busy the server is.")
+        float, Meta(gt=0, le=10_000, description="Requests per second, sent when due even if the server is busy.")
     ] = 2.0
     requests: Annotated[
         int, Meta(ge=0, le=1_000_000, description="Number of requests. 0: as many as arrive in --seconds.")
@@ -106,8 +112,8 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     text: Annotated[
         bool,
         Meta(
-            description="Send words, and let answers end early: for servers that take neither token ids nor "
-            "ignore_eos. It is chosen where the model list names a server other than Quire, vLLM or SGLang."
+            description="Send words, and let answers end early: for servers that accept neither token ids nor "
+            "ignore_eos. Implied if the model list names a server other than Quire, vLLM or SGLang."
         ),
     ] = False
     seed: Annotated[int, Meta(ge=-1, description="Seed of arrivals and prompts. -1: random.")] = 0
@@ -120,6 +126,6 @@ def heed_interrupts() -> None:
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what settings may read: the API key, under the name that belongs to the option."""
+    """Return the environment for the settings: only the API key, under the name of its option."""
     found = next((environ[name] for name in KEY_VARIABLES if environ.get(name)), "")
     return {KEY_VARIABLES[0]: found} if found else {}

@@ -1,10 +1,10 @@
-"""What `quire top` shows, computed from two readings of the gateways' metrics.  Pure: no clock, no network.
+"""The values that `quire top` shows, computed from two samples of the gateways' metrics.  Pure: no clock, no network.
 
     page --read--> Reading of one gateway --merge--> Reading of all --figures(now, before)--> Figures
 
-Engines and lanes are gauges that every gateway shows alike: their largest value counts once.  Counters and histograms
-belong to one gateway: their growth since the earlier reading is summed.  A gateway that the earlier reading lacks adds
-nothing, because the time of its counts is not known.
+A reading is one sample.  Engines and lanes are gauges with equal values in every gateway: the maximum counts.  Counters
+and histograms belong to one gateway: their growth since the earlier reading is summed.  A gateway that the earlier
+reading lacks adds nothing, because the period of its counts is not known.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Labels = tuple[tuple[str, str], ...]  # sorted
 
 
 class NotQuire(ValueError):
-    """The page is not a Quire gateway's; the message says what it is instead."""
+    """The page is not from a Quire gateway; the message says what it is instead."""
 
 
 class Reading(NamedTuple):
@@ -35,11 +35,11 @@ class Reading(NamedTuple):
     samples: Mapping[str, Mapping[Labels, float]]  # values by the sample's name, then by its labels
 
     def of(self, metric: Metric, end: str = "") -> Mapping[Labels, float]:
-        """Return the series of a metric.  `end`: of the sample's name, such as _total."""
+        """Return the series of a metric.  `end`: suffix of the sample's name, such as _total."""
         return self.samples.get(metric.name + end, {})
 
     def gateways(self) -> set[str]:
-        """Return the gateways whose pages these are."""
+        """Return the names of the gateways in this reading."""
         return {dict(labels)["gateway"] for labels in self.of(metrics.GATEWAY_INFO)}
 
 
@@ -73,7 +73,7 @@ class Latency(NamedTuple):
     """A percentile of a histogram."""
 
     seconds: float
-    beyond: bool  # it lies in the last bucket, which has no upper bound: at least `seconds`
+    beyond: bool  # the value is in the last bucket, which has no upper bound: at least `seconds`
 
 
 def quantile(buckets: Mapping[float, float], q: float) -> Latency | None:
@@ -101,7 +101,9 @@ class Percentiles(msgspec.Struct, frozen=True):
     p50: Latency | None = None
     p90: Latency | None = None
     p99: Latency | None = None
-    recent: bool = True  # observed in the window; False: since the gateways started, because nothing was
+    recent: bool = (
+        True  # observed in the window; False: since the gateways started, since nothing was observed in the window
+    )
 
 
 class EngineRow(msgspec.Struct, frozen=True):
@@ -128,7 +130,7 @@ class TenantRow(msgspec.Struct, frozen=True):
     queued_tokens: float
     service: float | None  # virtual tokens; None while nothing of the tenant is queued
     requests_per_s: float | None
-    tokens_per_s: float | None  # prompts and outputs of requests that ended
+    tokens_per_s: float | None  # prompt and output tokens of ended requests, per second
     refused: float  # requests refused since the gateways started, for lack of capacity or quota
 
 
@@ -144,7 +146,7 @@ class Drafts(msgspec.Struct, frozen=True):
     """Drafts of all engines: in the window, or since their start without an earlier reading."""
 
     sources: dict[str, tuple[float, float]]  # source -> (computed, accepted)
-    refused: float  # drafts found that would not have paid
+    refused: float  # draft tokens found but not computed, since they would not have saved time
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -165,7 +167,7 @@ class Figures(msgspec.Struct, frozen=True):
     preempted: float | None  # preemptions in the window
     first_token: Percentiles
     inter_token: Percentiles
-    refusals: dict[str, float]  # error code -> in the window, or since the start without an earlier reading
+    refusals: dict[str, float]  # error code -> refusals in the window, or since the start without an earlier reading
     lost_tokens: float
     quarantined: float
 
@@ -182,7 +184,7 @@ class _Window:
     def growth(self, metric: Metric, end: str = "_total") -> dict[Labels, float]:
         """Return the growth of each series; a counter that fell was reset and counts from 0.
 
-        Without an earlier reading of the gateway: nothing."""
+        Omits a gateway without an earlier reading."""
         old = self._before.of(metric, end) if self._before is not None else {}
         found = {}
         for labels, value in self._now.of(metric, end).items():
@@ -195,7 +197,7 @@ class _Window:
         return None if self.seconds is None else sum(growth) / self.seconds
 
     def percentiles(self, metric: Metric) -> Percentiles:
-        """Return the percentiles of what was observed in the window, or else since the start."""
+        """Return the percentiles of the observations in the window, or else since the start."""
         found = _percentiles(self.growth(metric, "_bucket"))
         if found.p50 is not None:
             return found
@@ -210,7 +212,7 @@ def _percentiles(series: Mapping[Labels, float]) -> Percentiles:
 
 
 def figures(now: Reading, before: Reading | None) -> Figures:
-    """Return what a screen shows at `now`, with rates since `before`."""
+    """Return the values for a screen at `now`, with rates since `before`."""
     window = _Window(now, before)
     engines = _engines(now, before, window)
     refusals = window.growth(metrics.REFUSALS) if window.seconds else now.of(metrics.REFUSALS, "_total")
@@ -256,7 +258,7 @@ PER_ENGINE = {
 
 
 def _by(reading: Reading, metric: Metric, label: str, end: str = "") -> dict[str, float]:
-    """Return the largest value of each value of `label`: every gateway shows the same state, some a moment later."""
+    """Return the maximum per value of `label`: every gateway reports the same state, some a moment later."""
     found: dict[str, float] = {}
     for labels, value in reading.of(metric, end).items():
         name = dict(labels)[label]
@@ -265,7 +267,7 @@ def _by(reading: Reading, metric: Metric, label: str, end: str = "") -> dict[str
 
 
 def _growths(now: Reading, before: Reading | None, metric: Metric) -> dict[str, float]:
-    """Return the growth of an engine's own counter, by engine; nothing for one that `before` lacks."""
+    """Return the growth of an engine's own counter, by engine; omits engines that `before` lacks."""
     found: dict[str, float] = defaultdict(float)
     for (engine, *_), growth in _series_growths(now, before, metric).items():
         found[engine] += growth
@@ -273,7 +275,7 @@ def _growths(now: Reading, before: Reading | None, metric: Metric) -> dict[str, 
 
 
 def _series_growths(now: Reading, before: Reading | None, metric: Metric) -> dict[tuple[str, ...], float]:
-    """Return the growth of each series of an engine's own counter, by engine and labels of its own."""
+    """Return the growth of each series of an engine's own counter, by engine and its other labels."""
     names = ("engine", *metric.labels[2:])
     old = _by_all(before, metric, names) if before is not None else {}
     found = {}
@@ -284,7 +286,7 @@ def _series_growths(now: Reading, before: Reading | None, metric: Metric) -> dic
 
 
 def _by_all(reading: Reading, metric: Metric, names: Sequence[str]) -> dict[tuple[str, ...], float]:
-    """Return the largest value of each combination of labels, as `_by` does."""
+    """Return the maximum per combination of labels, as `_by` does."""
     found: dict[tuple[str, ...], float] = {}
     for labels, value in reading.of(metric).items():
         key = tuple(dict(labels)[name] for name in names)
@@ -392,7 +394,7 @@ def _summed(
 
 # ----------------------------------------------------------------------------------------------------------- sorting
 
-# key of the keyboard -> (what it sorts by, value of an engine, value of a tenant; None: by name)
+# keyboard key -> (name of the sort order, sort value of an engine, sort value of a tenant; None: by name)
 Sort = tuple[str, Callable[[EngineRow], Any], Callable[[TenantRow], Any]]
 SORTS: dict[str, Sort] = {
     "n": ("name", lambda row: row.name, lambda row: row.name),
@@ -405,7 +407,7 @@ SORTS: dict[str, Sort] = {
 
 
 def sort_rows(found: Figures, key: str, *, reverse: bool = False) -> Figures:
-    """Return the same figures with engines and tenants sorted: names ascend, numbers descend, unless `reverse`."""
+    """Return the values with engines and tenants sorted: names ascend, numbers descend, unless `reverse`."""
     _, of_engine, of_tenant = SORTS[key]
     descending = (key != "n") != reverse
     by_name = sorted(found.engines, key=lambda row: row.name), sorted(found.tenants, key=lambda row: row.name)

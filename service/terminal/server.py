@@ -16,9 +16,9 @@ import aiohttp
 
 from quire.engine.common.errors import OperatorError
 
-CONNECT_S = 10.0  # a server that does not accept a connection for so long cannot be reached
+CONNECT_S = 10.0  # timeout in seconds for a connection
 ANSWER_S = 30.0  # seconds for a short answer, such as the list of models
-FAILURES = (aiohttp.ClientError, TimeoutError, OSError)  # errors of a request without an answer
+FAILURES = (aiohttp.ClientError, TimeoutError, OSError)  # exceptions of a request without an answer
 KEY_HINT = "set --api-key, QUIRE_API_KEY or OPENAI_API_KEY"
 
 
@@ -78,7 +78,7 @@ def unreachable(url: str, error: BaseException) -> ServerError:
 
 
 def error_text(body: bytes) -> str:
-    """Return the message of an error as OpenAI writes it; else the first characters of the body."""
+    """Return the message of an error in OpenAI's format, else the first characters of the body."""
     try:
         error = json.loads(body)["error"]
         text = error if isinstance(error, str) else str(error["message"])

@@ -2,7 +2,7 @@
 
     GET URL/metrics each second --> readings.py --> tables --> the screen (rich), or plain text once
 
-Keys: n t w r k p sort, the same key again reverses, q or Ctrl-C leaves.
+Keys: n t w r k p sort, the same key again reverses the order, q or Ctrl-C ends the program.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from quire.service.terminal.readings import (
 )
 
 PROG = "quire top"
-PAGE_S = 5.0  # seconds for a page of metrics
+PAGE_S = 5.0  # timeout in seconds for a page of metrics
 PLAIN_WIDTH = 120  # columns of plain text
-NONE = "-"  # a figure that is not known
+NONE = "-"  # shown for an unknown value
 
 
 def main(words: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -111,7 +111,7 @@ async def _once(config: TopConfig) -> int:
 
 
 class Screen:
-    """The state of the screen: the sorting that was chosen by keys, and the last readings."""
+    """The state of the screen: the sort order chosen by keys, and the last readings."""
 
     def __init__(self, window_s: float, urls: Sequence[str]) -> None:
         self.sort, self.reverse, self.leaving = "n", False, False
@@ -127,7 +127,7 @@ class Screen:
             self._readings.popleft()
 
     def press(self, key: str) -> None:
-        """Act on one key; unknown ones do nothing."""
+        """Handle one key; unknown keys have no effect."""
         if key in ("q", "Q", "\x03", "\x04"):
             self.leaving = True
         elif key in SORTS:
@@ -151,7 +151,7 @@ async def _watch(config: TopConfig) -> int:
     urls = [server.base_url(url) for url in config.urls]
     screen = Screen(config.window_s, urls)
     async with _client() as client:
-        screen.add(await fetch_all(client, urls))  # before the screen opens: a wrong address prints one line
+        screen.add(await fetch_all(client, urls))  # before the screen opens, so that a wrong address prints one line
         pressed = asyncio.Event()
         with Live(screen.render(), screen=True, auto_refresh=False) as live, _keys(screen, pressed):
             due = time.monotonic() + config.interval_s
@@ -204,7 +204,7 @@ def render(found: Figures, urls: Sequence[str]) -> RenderableType:
 
 
 def summary(found: Figures, urls: Sequence[str]) -> Table:
-    """Return lines with figures of the complete deployment."""
+    """Return lines with values of the complete deployment."""
     table = Table.grid(padding=(0, 2))
 
     def line(name: str, text: str, style: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Wrap text at words while it streams: a word is held until its end is known, at most one line of it."""
+"""Word wrap of streamed text: a word is held back until its end is known, or until it fills a line."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ PARTS = re.compile(
 
 
 class Wrapper:
-    """Passes text on with line ends where a word would not fit."""
+    """Writes text, with a line end before each word that does not fit."""
 
     def __init__(self, width: int, write: Callable[[str], None]) -> None:
-        """`width`: columns, >= 1; 0: nothing is wrapped or held."""
+        """`width`: columns, >= 1; 0: text is neither wrapped nor held back."""
         self._width, self._write = width, write
         self._column = 0
         self._word = ""
-        self._blanks = ""  # before the word; they are dropped where the line breaks
+        self._blanks = ""  # spaces before the word, which a line break drops
 
     def feed(self, text: str) -> None:
         """Add text, cut anywhere."""
@@ -48,7 +48,7 @@ class Wrapper:
                     self._word = rest
 
     def flush(self) -> None:
-        """Write what is held: the text is over, or pauses."""
+        """Write the text that is held back, at the end or a pause of the text."""
         if self._width:
             self._end_word()
 

@@ -1,4 +1,4 @@
-"""Grammar of an answer (`Constraint`), and how its text is cut into regions (`Reading`), for one model."""
+"""Grammar of an answer (`Constraint`) and parameters for splitting it into regions (`Reading`), for one model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AnswerRules:
         return constraint_of(valid, reading, self._model)
 
     def reading(self, valid: ValidRequest, ids: list[int]) -> Reading | None:
-        """Return how the answer to a chat with the prompt `ids` is cut into regions; None: all of it is content."""
+        """Return how to split the answer to the prompt `ids` of a chat into regions; None: all of it is content."""
         responses, options = self._responses, valid.options
         if not valid.chat or responses is None or not (responses.has_reasoning or options.tools):
             return None

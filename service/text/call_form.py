@@ -1,4 +1,4 @@
-"""Finds out how a model writes tool calls, by rendering calls with placeholder names and arguments: CallForm.
+"""Finds a model's notation of tool calls (CallForm) by rendering calls with placeholder names and arguments.
 
     chat template --calls with placeholders--> texts --differences--> CallForm --parsed again--> accepted
 
@@ -51,7 +51,7 @@ TOOL: dict[str, Any] = {
     },
 }
 JSON_ARGUMENTS = re.compile(rf'\{{\s*"{KEYS[0]}"\s*:\s*"{ONE[KEYS[0]]}"\s*\}}')
-CDATA = "<![CDATA["  # the parser removes it, and its end, from a value
+CDATA = "<![CDATA["  # opening mark that the parser removes from a value, with its closing mark
 
 
 class TagForm(msgspec.Struct, frozen=True):

@@ -1,8 +1,8 @@
-"""Grammars for llguidance that force tool calls, or hold the arguments of calls to their schemas.
+"""Grammars for llguidance that force tool calls, or enforce the schemas of their arguments.
 
     CallForm, tools, other parts of the answer --lark--> a Lark grammar, in which @tool0 ... are the tools' schemas
 
-`call_form.py` finds out how a model writes calls.  `tag_grammar.py` makes the rules for arguments written one by one.
+`call_form.py` finds the notation of a model's calls.  `tag_grammar.py` makes rules for arguments written one by one.
 """
 
 from __future__ import annotations

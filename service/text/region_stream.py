@@ -1,4 +1,4 @@
-"""Cuts a chat answer into regions (content, reasoning, tool calls) as its tokens arrive; stop strings end the content.
+"""Splits a chat answer into regions (content, reasoning, tool calls) as tokens arrive; stop strings end the content.
 
     tokens --TextStream--> text --RegionReader--> parts --stop strings, in the content only--> parts for the client
 
@@ -16,7 +16,7 @@ from quire.service.text.token_decoder import TextStream
 
 
 class RegionStream:
-    """A `TextStream` whose text is cut into regions.  Its results do not depend on how tokens are cut into deltas."""
+    """A `TextStream` whose text is cut into regions.  Its results do not depend on how tokens are split into deltas."""
 
     __slots__ = (
         "_ahead",
@@ -46,7 +46,7 @@ class RegionStream:
         """`text`: decoder without stop strings.  `scores`: collects the entries of `logprobs.content`."""
         self._text, self._reader = text, template.reader(reading)
         self._stops, self._min_tokens = StopSearch(stops, include=include_stop) if stops else None, min_tokens
-        self._ahead: StopSearch | None = None  # copy of `_stops` that has also read white space which waits
+        self._ahead: StopSearch | None = None  # copy of `_stops` that has also read the white space that is held back
         self._peeked = 0  # characters of white space that `_ahead` has read
         self.scores = scores
         self._places = ContentPlaces() if scores is not None else None
@@ -130,7 +130,7 @@ class RegionStream:
     def _look_ahead(self, stops: StopSearch) -> None:
         """End the content if the white space at its end completes a stop string.
 
-        Such white space waits, since it is dropped if a marker follows; for stop strings it counts at once."""
+        Such white space is held back, since it is dropped if a marker follows; for stop strings it counts at once."""
         space = self._reader.waiting_space
         if not space or self._text.tokens <= self._min_tokens:
             self._ahead = None

@@ -80,13 +80,13 @@ class Argument(NamedTuple):
     key: str
     path: str
     required: bool
-    text: str | None  # terminal for its string values; None: it takes no strings
+    text: str | None  # terminal for its string values; None: the argument accepts no strings
     loose: str  # terminal for any string, used if llguidance rejects `text` and the tool is not strict
-    values: Schema | None  # schema of its other values; None: it takes only strings
+    values: Schema | None  # schema of its other values; None: the argument accepts only strings
 
 
 class Split(NamedTuple):
-    """A schema divided into schemas that take strings, and schemas that take other values."""
+    """A schema divided into schemas that accept strings, and schemas that accept other values."""
 
     strings: list[Schema]
     others: list[Schema]
@@ -289,7 +289,7 @@ def _argument(
 
 
 def _with_values(texts: list[str], others: list[Schema], loose: str) -> tuple[str, str, Schema | None] | None:
-    """Return `text`, `loose` and `values` of an Argument that takes strings and other values, told apart by the text.
+    """Return `text`, `loose` and `values` of an Argument that accepts strings and other values.
 
     Scalars become a part of the terminal, since the lexer would take them for the beginning of a string."""
     scalars, rest = list[str](), list[Schema]()
@@ -325,8 +325,8 @@ class Named(NamedTuple):
 
     key: str
     required: bool
-    string: str  # number of the terminal for its strings; "": it takes no strings
-    value: str  # name of the schema of its other values; "": it takes only strings
+    string: str  # number of the terminal for its strings; "": the argument accepts no strings
+    value: str  # name of the schema of its other values; "": the argument accepts only strings
 
 
 class Parts:

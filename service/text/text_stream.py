@@ -1,13 +1,13 @@
 """From tokens to the deltas of an answer: incremental decoding, stop strings, regions.
 
     token ids --table--> bytes --UTF-8 decoder--> characters --stop strings--> text --regions--> for the client
-                          |-- an unfinished character waits --|-- a possible stop string waits --|
+                          |-- holds back an incomplete character --|-- holds back a possible stop string --|
 
 Only chat answers whose model has a response template are cut into regions (`regions.py`).
 
-Tokens are decoded through a table of their bytes.  The bytes of a token do not depend on its neighbours, so the text is
-the same however the tokens are cut into deltas.  There is one exception: in vocabularies of words the first token of a
-text has no space before it.
+Tokens are decoded through a table of their bytes.  The bytes of a token do not depend on its neighbours, so the text
+does not depend on how the tokens are split into deltas.  Exception: in vocabularies of words the first token of a text
+has no space before it.
 """
 
 from __future__ import annotations

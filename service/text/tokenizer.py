@@ -39,7 +39,7 @@ from quire.service.text.vocabulary import ModelError, Vocabulary, longest_token
 # Encoding and rendering take about a microsecond per four characters.  Larger requests run on a thread; otherwise they
 # would block the event loop for milliseconds.
 INLINE_BYTES = 4096
-LEAD = "\u263a"  # a character that forms no token together with others
+LEAD = "\u263a"  # a character that never merges with others into one token
 
 
 def processor_template(source: str) -> str | None:
@@ -154,7 +154,7 @@ class Tokenizer:
     ) -> list[int]:
         """Render the chat template in jinja2's sandbox, then encode the text.  The template adds special tokens."""
         options = options or ChatOptions()
-        for message in messages:  # checked before rendering, since no template shortens a content
+        for message in messages:  # checked before rendering, since no template shortens the content
             if isinstance(text := message.get("content"), str):
                 self._check_length(text, budget)
         text, spans = self.chat.render(messages, options)
@@ -273,7 +273,7 @@ class Tokenizer:
         }
 
     def prompted(self, valid: ValidRequest, encoded: list[list[int]]) -> list[Prompted]:
-        """Return the prompts in the form that the answer needs; with text and offsets only if `echo` needs them."""
+        """Return the parts of each prompt that the answer contains; text and offsets only if `echo` needs them."""
         if not valid.echo:
             return [Prompted(ids) for ids in encoded]
         prompted = []

@@ -19,7 +19,7 @@ from typing import Any
 from quire.service.common.refusal import Refusal
 
 CHAT = [{"role": "user", "content": "Hi"}]
-Render = Callable[[list[dict[str, Any]], bool], str]  # messages, with generation prompt
+Render = Callable[[list[dict[str, Any]], bool], str]  # (messages, whether to add the generation prompt) -> text
 
 
 class TurnBoundary:

@@ -89,7 +89,7 @@ def system_of(given: str | list[ContentBlock] | None, skipped: Skipped) -> list[
 
 
 def messages_of(turns: list[Turn], skipped: Skipped) -> tuple[list[Message], list[str]]:
-    """Return the messages of a chat, and for each the field of the client's body, since a turn may become several.
+    """Return the messages of a chat, and for each the field of the client's body: one turn may become several messages.
 
     Raises Refusal."""
     found: list[Message] = []

@@ -1,6 +1,6 @@
 """Anthropic's API format: converts POST /v1/messages and /v1/messages/count_tokens to chats, and answers back.
 
-    MessagesBody --chat_of--> ChatBody --api.chat_request--> ValidRequest --as for every chat--> deltas
+    MessagesBody --chat_of--> ChatBody --api.chat_request--> ValidRequest --as for any chat--> deltas
     deltas --MessageFormat--> message_start, content_block_start, content_block_delta ... message_stop, or one message
 
 `message_blocks.py` converts content blocks, `client_tools.py` tools.  `chat_request` checks the fields that both

@@ -2,7 +2,7 @@
 
     deltas --ResponseFormat--> response.created, response.output_item.added ... response.completed, or one response
 
-Events are numbered.  Each delta has one token here, so the events and their numbers depend on the tokens alone.  So any
+Events have sequence numbers.  Each delta has one token here, so events and numbers depend only on the tokens, and any
 gateway can send the events after a given number.
 """
 
