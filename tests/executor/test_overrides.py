@@ -203,7 +203,7 @@ def test_the_end_token_of_the_operator_wins_over_both_files(llama: Path, tmp_pat
 )
 def test_a_change_of_what_is_not_served_is_refused(changes: dict[str, Any], path: str, tmp_path: Path) -> None:
     directory = make(tmp_path, "mistral3")
-    assert refusal(directory, changes) == f"--hf-overrides: {path} changes nothing of the model that is served"
+    assert refusal(directory, changes) == f"--hf-overrides: {path} has no effect on the model that is served"
 
 
 def test_a_change_to_what_is_there_already(llama: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_change_that_another_field_undoes_is_refused(longrope: Path) -> None:
     """phi3 names its original length twice, and one of the two decides."""
     said = refusal(longrope, {"rope_parameters": {"original_max_position_embeddings": 64}})
     place = "rope_parameters.original_max_position_embeddings"
-    assert said == f"--hf-overrides: {place} is 32 in spite of it: another field decides"
+    assert said == f"--hf-overrides: {place} stays 32: another field overrides it"
     both = {"rope_parameters": {"original_max_position_embeddings": 64}, "original_max_position_embeddings": 64}
     assert load(longrope, both).max_model_len == 64
 

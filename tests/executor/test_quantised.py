@@ -136,7 +136,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (w4(128, num_bits=3), "compressed-tensors (pack-quantized: int of 3 bits)"),
     (
         w4(128) | {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
-        "compressed-tensors (transform_config: rotations of inputs and weights)",
+        "compressed-tensors (transform_config: rotations of activations and weights)",
     ),
     (compressed("float-quantized", "token"), "compressed-tensors (float-quantized, token)"),
     (
@@ -575,17 +575,17 @@ UP = "model.layers.1.mlp.up_proj"
         (
             "gptq-128-order",
             lambda t: t.pop(f"{UP}.g_idx"),
-            "its g_idx, which the config demands, is not in the files",
+            "its g_idx, which the config requires, is not in the files",
         ),
         (
             "w4-128-order",
             lambda t: t.pop(f"{UP}.weight_g_idx"),
-            "its g_idx, which the config demands, is not in the files",
+            "its g_idx, which the config requires, is not in the files",
         ),
         (
             "w4-64-asym",
             lambda t: t.pop(f"{UP}.weight_zero_point"),
-            "its zero_point, which the config demands, is not in the files",
+            "its zero_point, which the config requires, is not in the files",
         ),
         (
             "gptq-32",

@@ -298,7 +298,7 @@ def test_prefixes_are_not_shared_with_the_plain_model(checkpoint: Callable[[str]
 @pytest.mark.parametrize(
     ("kind", "device", "reason"),
     [
-        ("int8", "cuda", "--quantize int8: only a CPU multiplies with int8 weights; --device cpu can do it"),
+        ("int8", "cuda", "--quantize int8: only a CPU has GEMMs with int8 weights; --device cpu can do it"),
         ("int4", "cuda", "--quantize int4: the GPU has compute capability 8.9, its GEMMs need 9.0"),
         ("fp8", "cpu", "--quantize fp8: a CPU has no GEMM with fp8 weights; --quantize int8 is made for it"),
         ("fp8", "cuda", "--quantize fp8: the GPU has compute capability 8.9, its GEMMs need 9.0"),
@@ -315,7 +315,7 @@ def test_a_device_without_the_product_is_refused(
 
 
 def test_a_model_without_plain_linear_layers_is_refused(checkpoint: Callable[[str], Path]) -> None:
-    with pytest.raises(UnsupportedModel, match="gpt2: --quantize int8: it has no linear layers that it takes"):
+    with pytest.raises(UnsupportedModel, match="gpt2: --quantize int8: it has no linear layers to quantise"):
         load_model(str(checkpoint("gpt2")), dtype="float32", device=CPU, quantize="int8")
 
 
@@ -409,7 +409,7 @@ def test_logits_of_a_prompt_on_a_gpu(tmp_path: Path, family: str, kind: Literal[
 @pytest.mark.parametrize("kind", ON_GPU)
 def test_products_on_a_gpu_are_of_bfloat16(tmp_path: Path, kind: Literal["fp8", "int4"]) -> None:
     directory = make_tiny(tmp_path / "llama", "llama", **GPU_FAMILIES["llama"])
-    with pytest.raises(UnsupportedModel, match=r"of bfloat16, the model of torch.float16; --dtype bfloat16"):
+    with pytest.raises(UnsupportedModel, match=r"need bfloat16, the model has torch.float16; --dtype bfloat16"):
         load_model(str(directory), dtype="float16", device=torch.device("cuda"), quantize=kind)
 
 
@@ -418,7 +418,7 @@ def test_products_on_a_gpu_are_of_bfloat16(tmp_path: Path, kind: Literal["fp8", 
 def test_a_model_of_other_sizes_is_refused(tmp_path: Path, kind: Literal["fp8", "int4"]) -> None:
     sizes: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 3, "head_dim": 64}
     odd = make_tiny(tmp_path / "odd", "llama", num_key_value_heads=1, **sizes)
-    with pytest.raises(UnsupportedModel, match=f"llama: --quantize {kind}: it has no linear layers that it takes"):
+    with pytest.raises(UnsupportedModel, match=f"llama: --quantize {kind}: it has no linear layers to quantise"):
         on_gpu(odd, kind)
 
 

@@ -65,7 +65,7 @@ def as_it_is(model: Path) -> None:
 BROKEN: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "corrupt": (corrupt, [], "model.safetensors"),
     "missing tensor": (lacking_a_tensor, [], "the weight files lack model.layers.1.self_attn.q_proj.weight"),
-    "unsupported": (unsupported, [], "bloom: computes attention by itself"),
+    "unsupported": (unsupported, [], "bloom: computes attention itself"),
     "no memory": (as_it_is, ["--kv-blocks=3", "--max-model-len=1024"], "one sequence of max_model_len 1024 needs 64"),
 }
 

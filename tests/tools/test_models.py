@@ -33,7 +33,7 @@ def test_texts_of_a_family_equal_those_of_transformers(family: str, tmp_path: Pa
     ("family", "reason"),
     [
         ("mamba", "layers of type linear_attention"),
-        ("gpt_neo", "computes attention by itself"),
+        ("gpt_neo", "computes attention itself"),
         ("zamba2", "layers of type hybrid"),
         ("bart", "an encoder-decoder"),
         ("evolla", "transformers has no class of this type"),

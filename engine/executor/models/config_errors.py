@@ -9,14 +9,14 @@ from quire.engine.executor.errors import one_line
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "head_dim")
 ANGLES = {"rope_parameters", "rope_scaling", "rope_theta"}
-# Fields of rotary embeddings that are no numbers: null without them or without scaling, and names of scaling kinds.
+# Fields of rotary embeddings whose values are not numbers: objects, null, or names of scaling kinds.
 NO_NUMBER = {"rope_parameters", "rope_scaling", "rope_type", "type"}
 
 
 def field_reason(described: dict[str, Any], error: Exception) -> str:
     """Return one line that names the config field and its value, if the error shows it; else the error's first line.
 
-    described: the config, as the file or its class has it."""
+    described: the config as a dict, from the file or from its class."""
     fields = list(leaves(described))
     for path, value in fields:
         name = path.rsplit(".", 1)[-1]

@@ -35,7 +35,7 @@ class Cut:
         return self.halves * (self.end - self.first) + self.padding
 
     def pieces(self, shape: tuple[int, ...]) -> list[Where]:
-        """Return the slices of the shard in a parameter of this shape, one for each half."""
+        """Return the slices of the shard in a parameter of this shape, one per joined tensor."""
         dim = len(shape) + self.dim
         whole = [slice(0, size) for size in shape]
         starts = range(0, shape[dim], shape[dim] // self.halves)
@@ -52,7 +52,7 @@ class Cut:
         return torch.cat(list(pieces), self.dim) if len(pieces) > 1 else last.contiguous()
 
     def take(self, stored: Any, shape: tuple[int, ...]) -> Tensor:
-        """Return the shard of a tensor, or of a lazy slice of a file, of which only the shard is read."""
+        """Return the shard of a tensor.  From a lazy slice of a file only the shard is read."""
         return self.join([stored[where] for where in self.pieces(shape)])
 
 

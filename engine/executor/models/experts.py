@@ -1,11 +1,11 @@
-"""Computes the experts of any mixture family by our operator, inside transformers' own layers, on a GPU.
+"""Computes the experts of any mixture-of-experts family by our operator, inside transformers' own layers, on a GPU.
 
 In transformers all families' experts have one interface; what differs between families stays in the family's code:
 
     router: softmax or sigmoid, groups, normalisation, scaling ──> top_k_index, top_k_weights ──> experts of the layer
     shared experts, and the sum with them                          [T, k]                          here: `ops.experts`
 
-Weights are not copied.  Layers of a `Decoder` have a routing operator of their own and do not use this module.
+Weights are not copied.  Layers of a fused `Decoder` (fused.py) do not use this module: they also route by an operator.
 """
 
 from __future__ import annotations

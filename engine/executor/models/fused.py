@@ -30,7 +30,7 @@ large for ours, then read them by rows, too.
 
 On a CPU a linear layer with packed weights is one operator, packed_linear; up to three if the library's GEMM is faster.
 If all GEMMs are ours, all layers together are one operator, decoder_layers.
-A decoder is replaced only if all its modules have exactly the expected names and types; others run as they are.
+A decoder is replaced only if all its modules have exactly the expected names and types; other decoders stay.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from quire.engine.executor.step_tensors import StepTensors
 
 log = logging.getLogger(__name__)
 
-ON_A_GPU = "on a GPU GEMMs and attention are cut into shares that depend on the other sequences of the step"
+ON_A_GPU = "on a GPU GEMMs and attention are split into work items that depend on the other sequences of the step"
 VECTOR = 64  # elements per vector step of torch's activations on a CPU; the rest are computed singly
 
 
@@ -66,7 +66,7 @@ class Residual(NamedTuple):
     """The residual stream between two halves of a layer."""
 
     x: Tensor  # [T, hidden]
-    normed: Tensor | None  # x after the following norm, if the all-reduce computed it; None: a GEMM does
+    normed: Tensor | None  # x after the following norm, if the all-reduce computed it; None: the next GEMM computes it
 
 
 class Attention(nn.Module):
@@ -206,8 +206,8 @@ class Layer(nn.Module):
 def one_operator(layers: Sequence[Layer]) -> ops.DecoderLayers | None:
     """Return the layers as one operator, which a CPU computes without returning to Python; None: they cannot be one.
 
-    None on a GPU, if a library's GEMMs are faster than ours, with several ranks, and if layers have sinks or experts,
-    or differ in more than weights and windows, including how they are multiplied."""
+    None on a GPU, if a library's GEMMs are faster than ours, with several ranks, if layers have sinks or experts, and
+    if layers differ in more than weights and windows, for instance in the format of their weights."""
     weights: list[Tensor | None] = []
     kinds: set[tuple[int, int, float, float, float, float]] = set()
     widens: set[bool] = set()
@@ -257,8 +257,8 @@ class Decoder(nn.Module):
             layers.append(Layer(layer, window(layer.self_attn), linears, type(model)))
             plain.layers[i] = nn.Identity()  # frees its weights: only one layer exists twice at a time
         self.layers, self.whole = nn.ModuleList(layers), one_operator(layers)
-        self.norms = [*(layer.norm for layer in layers[1:]), None]  # norm after each layer; the head has its own
-        # Logits in 16 bits would make likely tokens ties: at 20, neighbouring bfloat16 values differ by an eighth.
+        self.norms = [*(layer.norm for layer in layers[1:]), None]  # norm after each layer; the LM head has its own
+        # In bfloat16 different logits would become equal: near 20, neighbouring bfloat16 values differ by an eighth.
         self.head = linears.product(model.lm_head, norm=RMSNorm(plain.norm), float32_out=True)
 
     def forward(self, step: StepTensors) -> Tensor:
@@ -305,10 +305,10 @@ def fuse(
 ) -> None:
     """Swap submodules in place.  The model must be on its device, in its dtype, and must not move afterwards.
 
-    ordered: on a CPU, use GEMMs whose bits do not depend on the batch even if others are faster.
-    decoder: also replace the decoder, if it is one of those above; its heads must be cached without padding.
-    sites: gets a site for each linear layer that LoRA adapters may change; None: no adapters are served.
-    A model whose decoder was swapped works only through `Forward`.
+    ordered: on a CPU, use batch-invariant GEMMs (bit for bit) even if others are faster. decoder: also replace the
+    decoder, if it is of a family above; its heads must be cached without padding. sites: receives a site per linear
+    layer that LoRA adapters may change; None: no adapters are served.  A model whose decoder was swapped works only
+    through `Forward`.
     """
     linears = Linears(ordered=ordered, dtype=model.dtype, sites=sites)
     if decoder and has_plain_decoder(model):
@@ -347,7 +347,7 @@ def report_packed_experts(model: PreTrainedModel) -> None:
 
 
 def widen_sinks(model: PreTrainedModel) -> None:
-    """Convert attention sinks to float32, as the kernels take them, once instead of in every step."""
+    """Convert attention sinks to float32, which the kernels need, once instead of in every step."""
     for module in model.modules():
         if isinstance(sinks := getattr(module, "sinks", None), nn.Parameter):
             module.sinks = nn.Parameter(sinks.float(), requires_grad=False)
@@ -372,15 +372,15 @@ def batch_dependence(model: PreTrainedModel) -> str:
     packs = [module.packed for module in model.modules() if isinstance(module, PackedLinear | Product)]
     packs += [None for module in model.modules() if isinstance(module, QuantisedLinear)]
     if not all(packed and packed.ordered for packed in packs):
-        return "GEMMs of many rows are faster another way on this CPU, which rounds otherwise"
+        return "on this CPU GEMMs of many rows use a faster kernel with other rounding"
     if is_fused(model):
         return ""
     head = getattr(model, "lm_head", None)
-    heads = (head, getattr(head, "part", None))  # the head, and this rank's shard of it
+    heads = (head, getattr(head, "part", None))  # the LM head, and this rank's shard of it
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() > 1 and not isinstance(module, nn.Embedding):
-                return f"{path}.{name} is the weight of a GEMM we don't compute"
+                return f"{path}.{name} is the weight of a GEMM that our kernels do not compute"
         if isinstance(module, PackedLinear) and module.out_features % VECTOR and module not in heads:
             return f"{path} has {module.out_features} outputs, which is no multiple of {VECTOR}"
     return ""
@@ -413,7 +413,7 @@ class Forward:
         return logits if out is None else out.copy_(logits)
 
     def _plain(self, keep: int | Tensor) -> Tensor:
-        """Return logits by transformers' own forward, which applies what follows the head (scales, soft caps).
+        """Return logits by transformers' own forward, which also applies scales and soft caps after the LM head.
 
         The decoder runs once; further calls get its first result.  A model without a separate decoder runs completely
         for each chunk: slower, with the same logits.
@@ -442,7 +442,7 @@ class Forward:
 
 
 def own_columns(model: PreTrainedModel) -> int:
-    """Return the columns of the logits that each of several ranks computes; 0: this model cannot share them out.
+    """Return the columns of the logits that each of several ranks computes; 0: every rank computes all logits.
 
-    Only a `Decoder` can: transformers' own forward may do anything with the logits after its head."""
+    Only a `Decoder` shards logits: transformers' own forward may do anything with the logits after its LM head."""
     return model.model.own_columns if is_fused(model) else 0

@@ -53,7 +53,8 @@ class MixtureFamily(NamedTuple):
 MIXTURES: dict[type[PreTrainedModel], MixtureFamily] = {
     MixtralForCausalLM: MixtureFamily("gate", lambda router: Routing(normalise=True, rounded=False)),
     Qwen3MoeForCausalLM: MixtureFamily("gate", lambda router: Routing(router.norm_topk_prob, rounded=True)),
-    # Its softmax covers the chosen logits only: the probabilities in a softmax over all, divided by their sum.
+    # Its softmax covers the chosen logits only, which equals a softmax over all logits, normalised over the chosen
+    # ones.
     GptOssForCausalLM: MixtureFamily("router", lambda router: Routing(normalise=True, rounded=True), clamped=True),
 }
 # Expert implementations of transformers that read the layout of the weights from the module.

@@ -1,9 +1,9 @@
 """Loads any causal language model of transformers, with our attention.
 
-A model is served only if it is proved, at load, to compute what its authors meant:
+A model is served only if checks at load prove that it computes what transformers' own code computes:
 
     config          architectures known to be different (encoder-decoders, layers that are not plain attention): refused
-    weights         every tensor of the architecture is in the files; transformers would silently invent missing ones
+    weights         every tensor of the architecture is in the files; transformers would draw missing ones at random
     probe           a few small forwards, before and after submodules are swapped (`probe.py`)
 """
 
@@ -54,7 +54,7 @@ from quire.engine.executor.ranks.ranks import ALONE, Ranks
 log = logging.getLogger(__name__)
 
 GPU_DTYPES = {torch.bfloat16, torch.float16}
-# Models that Quire makes by itself, by option value.
+# Models that Quire builds itself, by option value.
 INCLUDED: dict[str, Callable[[], Path]] = {"": builtin, "builtin": builtin, "demo": demo}
 
 
@@ -73,12 +73,12 @@ class LoadedModel:
     batch_dependence: str  # why logits may depend, in the last bit, on the rest of the step; empty: they do not
     kv_scales: list[Tensor | None] | None  # KV scales per layer, for an e4m3 KV cache (`kv_scales.py`); None: all are 1
     states: list[StateShape]  # recurrent state of layers that have it; none: all layers are attention
-    sites: Sites | None = None  # GEMMs that LoRA adapters may add to; None: no adapter is served
+    sites: Sites | None = None  # GEMMs to which LoRA adapters may add; None: no adapter is served
     windows: Sequence[int] = ()  # attention window of each layer in tokens; 0: all.  Empty: not known
 
     @property
     def near_ties(self) -> bool:
-        """Whether the rest of a step may change a token's expert, where two experts are almost equal."""
+        """Whether other tokens of a step may change a token's expert, because two router logits are almost equal."""
         return bool(self.batch_dependence) and has_experts(self.module.config)
 
 
@@ -125,7 +125,7 @@ def load_model(
         random         random weights, for measurements; tensors of weight files in the directory replace them
       deterministic  logits must not depend on the batch, to the last bit, even if that is slower
       hf_overrides   changes of config.json, a JSON object (`overrides.py`)
-      quantize       round weights of linear layers to 8 or 4 bits (`quantised.py`); none: as the checkpoint has them
+      quantize       quantise weights of linear layers to 8 or 4 bits (`quantised.py`); none: as in the checkpoint
       own_experts    compute experts of every mixture family with our kernels on a GPU (`experts.py`)
       ranks          this process holds one rank's shard (`sharding.py`)
       adapters       prepare the model for LoRA adapters; not with several ranks, nor in float32 on a GPU
@@ -228,8 +228,8 @@ def prove_swapped(module: PreTrainedModel, proof: Proof, sites: Sites | None, *,
 
 
 def check_options(quantize: str, deterministic: bool, device: torch.device) -> None:
-    """Raise UnsupportedModel for options that this device supports with no model: not every device has GEMMs of every
-    kind, and on a GPU logits always depend on the batch."""
+    """Raise UnsupportedModel for options that this device supports with no model: it lacks the GEMMs, or logits depend
+    on the batch (every GPU)."""
     check_kind(quantize, device)
     if deterministic and device.type == "cuda":
         raise UnsupportedModel(f"--deterministic: {ON_A_GPU}; --device cpu can do it")
@@ -244,13 +244,14 @@ def dependence_of(module: PreTrainedModel, deterministic: bool) -> str:
 
 
 def has_experts(config: PretrainedConfig) -> bool:
-    """Whether the text part of a config names several experts, of which a layer chooses for each token."""
+    """Whether the language model of a config has mixture-of-experts layers."""
     counts = config.get_text_config().to_dict()
     return any("experts" in name and isinstance(count, int) and count > 1 for name, count in counts.items())
 
 
 def unstored(fixed: bool, max_model_len: int, random: bool, ranks: Ranks) -> dict[str, object]:
-    """Return what decides a model's logits besides files and operator's changes.  fixed: result of `fix_angles`."""
+    """Return the settings that affect a model's logits besides files and operator's changes.  fixed: result of
+    `fix_angles`."""
     angles = when(fixed, "angles of a sequence of", max_model_len)
     return angles | when(random and ranks.size > 1, "ranks that made up weights", ranks.size)
 

@@ -1,8 +1,8 @@
 """Returns freed host memory to the system while a model is loaded.
 
-Loading allocates and frees a temporary copy for each weight: widened for rounding, or joined for packing.  glibc raises
-its threshold for mmap to the largest block freed so far, up to 32 MiB.  From then on it takes such copies from its
-heap, where freed copies leave holes between the weights that stay.  Such holes took as much memory as the weights
+Loading allocates and frees a temporary copy of each weight: in float32 for rounding, or joined for packing.  glibc
+raises its threshold for mmap to the largest block freed so far, up to 32 MiB.  From then on it takes such copies from
+its heap, where freed copies leave holes between the weights that stay.  Such holes took as much memory as the weights
 themselves.
 """
 

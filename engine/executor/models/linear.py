@@ -1,7 +1,7 @@
 """The linear layers that models are served with, and the factory that makes them all.
 
-`Linears` decides how a weight is stored and which operator multiplies by it: plain, packed for a CPU, or quantised.  A
-rank's shard of a layer is wrapped here too (`Sharded`): callers name only layers, norms and activations.
+`Linears` decides how a weight is stored and which GEMM uses it: plain, packed for a CPU, or quantised.  A rank's shard
+of a layer is wrapped here too (`Sharded`): callers name only layers, norms and activations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.engine.executor.models.quantised.quantised import Quantised, Quantise
 
 
 def tile_tokens(model: nn.Module) -> int:
-    """Return how many rows a CPU's kernels multiply together in the model's linear layers; 1: no tile, or unknown."""
+    """Return the row tile of a CPU's GEMM kernels for the model's linear layers; 1: no tile, or unknown."""
     packed = (getattr(module, "packed", None) for module in model.modules())
     return max((ops.tile_tokens(one) for one in packed if isinstance(one, ops.Packed)), default=1)
 
@@ -31,9 +31,9 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features = packed.size
         self.bias = bias
-        self.packed = packed  # no parameter or buffer: nothing but `packed_linear` can read it
-        # Routers read the dtype of their linear layer's weight.  Code that computes with this tensor fails, and is
-        # refused at load.
+        self.packed = packed  # no parameter or buffer: only `packed_linear` can read it
+        # Routers read the dtype of their linear layer's weight.  Code that computes with this empty tensor fails at
+        # load.
         self.weight = torch.empty(0, dtype=dtype)
         self.adapted: Adapted | None = None
 
@@ -116,8 +116,8 @@ class Product(nn.Module):
     def forward(
         self, x: Tensor, plus: Tensor | None = None, out: Tensor | None = None, normed: Tensor | None = None
     ) -> Tensor:
-        """plus [T, out]: added, and perhaps overwritten.  out [T, out]: buffer of the result.  normed: x after the
-        norm, if already computed."""
+        """plus [T, out]: added to the result; may be overwritten. out [T, out]: buffer of the result. normed: x after
+        the norm, if already computed."""
         if self.adapted is not None and (rows := self.adapted.sites.rows) is not None:
             if isinstance(rows, ops.DeviceAdapters):
                 return self._with_device_adapters(self.adapted.number, rows, x, plus, normed)
@@ -131,8 +131,8 @@ class Product(nn.Module):
         return ops.packed_linear(x, self.packed, self.bias, plus, norm=norm, eps=eps, silu_mul=self.silu_mul)
 
     def _with_adapters(self, adapted: Adapted, x: Tensor, plus: Tensor | None, normed: Tensor | None) -> Tensor:
-        """`forward` on a CPU in a step with adapters, which add before the activation.  Rows without an adapter get the
-        same bits as in any other step."""
+        """`forward` on a CPU in a step with LoRA adapters, which add before the activation.  Rows without an adapter
+        get the same bits as in a step without adapters."""
         if self.norm is not None:
             x = ops.rms_norm(x, self.norm.weight, self.norm.eps) if normed is None else normed
         y = self._gemm(x, plus)
@@ -153,7 +153,7 @@ class Product(nn.Module):
         if len(inner) <= ops.LORA_TILE:
             y, ready = self._gemm_sharing(inner, plus)
             return ops.lora_on_gpu(inner, rows, site, y, silu_mul=self.silu_mul, x_is_ready=ready)
-        h = ops.lora_shrink(inner, rows, site)  # first, because the GEMM after it reads its weights meanwhile
+        h = ops.lora_shrink(inner, rows, site)  # first, because the GEMM after it prefetches its weights meanwhile
         return ops.lora_expand(h, rows, site, self._gemm(inner, plus), silu_mul=self.silu_mul)
 
     def _gemm_sharing(self, x: Tensor, plus: Tensor | None) -> tuple[Tensor, bool]:
@@ -190,11 +190,11 @@ class Shard(Protocol):
         """Return whether `add_and_norm` supports this number of rows; equal on all ranks."""
 
     def add_and_norm(self, x: Tensor, part: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Return x [T, out_features] plus the layer's output, in place of x, and the same after `norm`."""
+        """Add the layer's output to x [T, out_features] in place.  Return x, and x after `norm`."""
 
 
 class Sharded(nn.Module):
-    """A rank's shard of a layer, and the collective with the other ranks after it.  Called like `Product`."""
+    """A rank's shard of a layer, and the collective after it.  Called like `Product`."""
 
     def __init__(self, part: Product | PackedLinear | GpuLinear, shard: Shard) -> None:
         super().__init__()
@@ -208,8 +208,8 @@ class Sharded(nn.Module):
         return self.shard.combine(self.part(x, plus) if plus is not None and self.shard.adds else self.part(x), out)
 
     def add(self, x: Tensor, plus: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor | None]:
-        """Return `plus` with the layer's output added, perhaps in place, and the same after `norm`, if the all-reduce
-        computes that; else None."""
+        """Return the sum of `plus` (perhaps overwritten) and the layer's output, and the sum after `norm` if the
+        all-reduce computes it; else None."""
         if norm is None or not self.shard.fuses_norm(len(x), x.dtype):
             return self(x, plus), None
         return self.shard.add_and_norm(plus, self.part(x), norm)
@@ -219,7 +219,7 @@ Part = TypeVar("Part", bound=Product | PackedLinear | GpuLinear)
 
 
 def shared_out(part: Part, plain: nn.Module) -> Part | Sharded:
-    """Return `part`, which replaces the layer `plain`, with the collective of `plain`, if that is sharded."""
+    """Return the replacement `part` of the layer `plain`, with the collective of `plain` if that is sharded."""
     shard: Shard | None = getattr(plain, SHARD, None)
     return part if shard is None else Sharded(part, shard)
 
@@ -228,7 +228,7 @@ def shared_out(part: Part, plain: nn.Module) -> Part | Sharded:
 class Linears:
     """Makes the linear layers of one model."""
 
-    ordered: bool  # on a CPU: GEMMs whose bits do not depend on the batch, even if others are faster
+    ordered: bool  # on a CPU: batch-invariant GEMMs (bit for bit), even if others are faster
     dtype: torch.dtype  # dtype of the model
     sites: Sites | None = None  # sites of LoRA adapters; None: the model serves none
 
@@ -241,7 +241,7 @@ class Linears:
     ) -> Product | Sharded:
         """Return one GEMM of the layers' common input; their outputs follow one another.
 
-        The layers release their weights, so that the weights of only one GEMM exist twice at a time.
+        The layers release their weights, so that at most one GEMM's weights exist twice.
 
         norm: applied to the input first.  silu_mul: return silu(gate) * up of the output's halves, gate and up.
         float32_out: don't round the result to the dtype of the weights."""
@@ -262,7 +262,7 @@ class Linears:
     def alone(
         self, weight: Tensor | Quantised, bias: Tensor | None, dtype: torch.dtype, *, float32_out: bool = False
     ) -> PackedLinear | GpuLinear | None:
-        """Return a layer of weight [out, in] without norm; None: the model's own layer is as good.
+        """Return a layer of weight [out, in] without norm; None: keep the model's own layer.
 
         dtype: reported to code that asks the layer for the dtype of its weight."""
         packed = self._pack(weight, float32_out)
@@ -311,7 +311,8 @@ def _let_go(linears: Sequence[nn.Linear | QuantisedLinear]) -> None:
 
 
 def _joined(linears: Sequence[nn.Linear | QuantisedLinear]) -> Tensor | Quantised:
-    """Return the weights of all layers, row after row; a single one is not copied.  All or none are quantised."""
+    """Return the weights of all layers, concatenated by rows; a single weight is not copied.  All or none are
+    quantised."""
     quantised = [linear.quantised for linear in linears if isinstance(linear, QuantisedLinear)]
     if quantised:
         assert len(quantised) == len(linears)

@@ -1,4 +1,5 @@
-"""The text of a multimodal model whose text part has no causal class in transformers: its own class, without towers.
+"""Serves the language model of a multimodal model by the multimodal class, without its vision and audio towers.  Used
+if transformers has no causal class for the language model; `text_tower.py` serves the other multimodal models.
 
     model
     ├─ model
@@ -7,8 +8,7 @@
     └─ lm_head
 
 The forward pass of the class stays as its authors wrote it, with its embeddings, scales and soft caps.  If text needs a
-tower after all, the start probe fails without it, and the model is refused.
-`text_tower.py` serves other multimodal models faster, by causal classes.
+tower, the probe at load fails without it, and the model is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from quire.engine.executor.attention import NAME
 from quire.engine.executor.errors import UnsupportedModel, one_line
 from quire.engine.executor.models.weights import Names
 
-# Mappings to classes that generate text from more than text.  The second also has classes for audio.
+# Mappings to classes that generate text from images and other inputs.  The second also has classes for audio.
 MAPPINGS = (MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)
 
 
@@ -86,7 +86,7 @@ def _remove(parent: nn.Module, path: str, needed: set[int], removed: list[str]) 
     kept = {name: _remove(child, f"{path}{name}.", needed, removed) for name, child in parent.named_children()}
     if any(kept.values()):
         for name in [name for name, keep in kept.items() if not keep]:
-            if next(parent.get_submodule(name).parameters(), None) is not None:  # others cost nothing, and may scale
+            if next(parent.get_submodule(name).parameters(), None) is not None:  # others take no memory, and may scale
                 delattr(parent, name)
                 removed.append(path + name)
     return any(kept.values())
@@ -109,8 +109,7 @@ def names_of(config: PretrainedConfig) -> Names:
 
 
 def attention_of(config: PretrainedConfig) -> str | dict[str, str]:
-    """Return transformers' names of the attention of each part: ours for the text, "eager" for towers, which all
-    have."""
+    """Return the name of the attention implementation per part: ours for the language model, "eager" for towers."""
     if not loses_towers(config):
         return NAME
     text = config.get_text_config()
@@ -129,7 +128,7 @@ def passes_attention(config: PretrainedConfig) -> bool:
 
 
 def text_fields(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the fields of a config that its text depends on: without the configs of towers."""
+    """Return the fields of a config that the language model depends on: all except the configs of towers."""
     described: dict[str, Any] = config.to_dict()
     if not loses_towers(config):
         return described

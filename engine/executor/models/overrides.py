@@ -3,8 +3,8 @@
     {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}
 
 Objects are merged field by field.  Only fields that the model's config class or its config.json knows can be changed.
-A change that the config class does not honour is refused, too: after the merge each changed field is read back.  So is
-a change without effect on the served model (served_config.py), such as a field of a part that is not loaded.
+A change that the config class ignores is refused, too: after the merge each changed field is read back.  A change
+without effect on the served model (served_config.py), such as a field of a vision tower, is also refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPTION = "--hf-overrides"
 ROPE = ("rope_scaling", "rope_parameters")
 ROPE_FIELDS = {*RopeParameters.__annotations__, "type", "short_mscale", "long_mscale", "mrope_interleaved"}
 ROPE_KEPT = {"rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}  # independent of scaling
-FIXED = {"model_type", "transformers_version"}  # select the config class, and say nothing of the model
+FIXED = {"model_type", "transformers_version"}  # select the config class, and do not describe the model
 CONVERTED = {"dtype", "torch_dtype"}  # read back with another type than they were written
 
 
@@ -73,7 +73,7 @@ def merged(directory: Path, config: PretrainedConfig, changes: dict[str, Any]) -
     """Return config.json with `changes`; `config`: the config without them.  Raises ModelLoadError for an unknown
     field.
 
-    A field of the text part of a multimodal model is `text_config.NAME`, as in the file."""
+    A field of the language model of a multimodal model is `text_config.NAME`, as in the file."""
     return _merge(json.loads((directory / "config.json").read_bytes()), changes, config, "")
 
 
@@ -128,8 +128,8 @@ def _merge(described: dict[str, Any], changes: dict[str, Any], config: Pretraine
 
 
 def _merge_plain(before: Any, value: Any, kind: str, path: str) -> Any:
-    """Return a changed field that is no config object.  An object is merged into the old one, whose names it must
-    use."""
+    """Return a changed field that is no config object.  An object is merged into the old object, and may use only its
+    names."""
     if not (isinstance(before, dict) and before and isinstance(value, dict)):
         return value
     for name in value:
@@ -189,7 +189,7 @@ def _unknown(kind: str, path: str, known: Any, config: PretrainedConfig | None =
 
 
 def _check_honoured(config: PretrainedConfig, changes: dict[str, Any], path: str = "") -> None:
-    """Raise ModelLoadError for a changed field that the config class read as something else."""
+    """Raise ModelLoadError for a changed field whose value differs in the config object."""
     text = config.get_text_config()  # some files have the fields of a multimodal model's text part at the top
     for name, value in changes.items():
         inner = getattr(config if hasattr(config, name) else text, name, None)
@@ -200,11 +200,11 @@ def _check_honoured(config: PretrainedConfig, changes: dict[str, Any], path: str
             wanted = {name: value} if name == "rope_theta" else _with_type(value or {})
             for place, field, asked in _leaves(wanted, angles, f"{path}{name}"):
                 if asked != field:
-                    raise ModelLoadError(f"{OPTION}: {place} is {field!r} in spite of it: another field decides")
+                    raise ModelLoadError(f"{OPTION}: {place} stays {field!r}: another field overrides it")
         elif isinstance(inner, PretrainedConfig):
             _check_honoured(inner, value, f"{path}{name}.")
         elif isinstance(value, bool | int | float | str) and inner != value:
-            raise ModelLoadError(f"{OPTION}: {path}{name} is {inner!r} in spite of it: another field decides")
+            raise ModelLoadError(f"{OPTION}: {path}{name} stays {inner!r}: another field overrides it")
 
 
 def _leaves(wanted: dict[str, Any], found: dict[str, Any], path: str) -> Iterator[tuple[str, Any, Any]]:

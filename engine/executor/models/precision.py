@@ -1,4 +1,4 @@
-"""Checks that a checkpoint stores the weights themselves, and not values that need scales to become weights.
+"""Checks that a checkpoint without a quantisation config stores plain weights, not quantised values that need scales.
 
 transformers casts quantised values that it does not recognise, without their scales: every token is then wrong.  So a
 checkpoint
@@ -34,7 +34,7 @@ def check_stored_dtypes(directory: Path, config: PretrainedConfig, names: Names 
     """Raise UnsupportedModel for a parameter that is not stored as floating point.  The files must have been checked.
 
     config: of the served model.  names: maps names in the files to the model's."""
-    reason = " in the weight files, and the config says nothing of quantised weights"
+    reason = " in the weight files, and the config names no quantisation"
     check_plain(stored_tensors(weight_files(directory), names), config, reason)
 
 
@@ -50,8 +50,7 @@ def check_plain(stored: Mapping[str, StoredTensor], config: PretrainedConfig, re
 
 
 def other_tensors(config: PretrainedConfig) -> Callable[[str], bool]:
-    """Return a predicate of tensor names: the tensor is called like a buffer of the model, or is one that its class
-    drops.
+    """Return a predicate of tensor names: the name is that of a buffer of the model, or its class ignores the tensor.
 
     Buffers have moved between modules, so the last part of the name decides.  Makes the model, without memory.  Raises
     ModelLoadError if its class refuses the config."""

@@ -1,4 +1,4 @@
-"""Proves, at load, that an architecture computes what its authors meant when Quire packs sequences for it.
+"""Proves, at load, that an architecture computes packed sequences as transformers computes each sequence alone.
 
 A few small forwards with a recording attention function show that every layer calls it once, and only with arguments
 that are implemented.  They also show that a sequence's logits do not depend on the sequences packed with it, and that
@@ -26,15 +26,15 @@ from quire.engine.executor.models.fused import Forward
 from quire.engine.executor.step_tensors import AttentionPlans, StepTensors
 
 PROBE = "kv_blocks_probe"
-SLIDING = "sliding_attention"  # a kind of layer, in the words of transformers
+SLIDING = "sliding_attention"  # transformers' name of a kind of layer
 MAX_HEAD_SIZE = 512  # maximum of the CPU kernels
-# Maximum difference of logits between two runs of equal shapes, as a share of the largest.  Dense models have none.
+# Maximum difference of logits between two runs of equal shapes, relative to the largest logit.  Dense models have none.
 LEAK = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-# Maximum difference between the served model's logits and the probe's, as a share of the largest: rounding, no mistake.
+# Maximum difference between the served model's logits and the probe's, relative to the largest logit: rounding only.
 MAX_DRIFT = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.2}
-# The same limit if GEMMs round their inputs to e4m3.  Of 13 models on a CPU with that rounding, models of 2 to 30
-# layers had 0.02 to 0.21, and one of 48 layers with large random weights 0.35.  Unrelated logits have 1 and more. So
-# this finds gross mistakes only.
+# The same limit if GEMMs quantise their activations to e4m3.  With it, the difference of 12 models of 2 to 30 layers on
+# a CPU was 0.02 to 0.21, and of one model of 48 layers with large random weights 0.35.  Unrelated logits differ by 1
+# and more.  So this limit finds only gross errors.
 MAX_DRIFT_OF_ROUNDED_INPUTS = 0.6
 # Attention keywords that change nothing here: dropout is for training, the others are handled or describe the batch.
 HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits", "position_embeddings"}
@@ -50,9 +50,10 @@ class Probe:
     cached: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # keys and values of layers with own caches
 
     def record(self, index: int, key: Tensor, value: Tensor, window: int) -> None:
-        """Record what a layer caches: keys and values [1, Hkv, T, D] of its own, or of an earlier layer.
+        """Record what a layer caches: its own keys and values [1, Hkv, T, D], or those that it shares with an earlier
+        layer.
 
-        window: tokens that a query sees; 0: all.  Keys and values may differ in D."""
+        window: tokens that a query attends to; 0: all.  Keys and values may differ in D."""
         self.windows[index] = window
         shares = next((at for at, (k, v) in self.cached.items() if k is key and v is value), None)
         if shares is None:
@@ -87,11 +88,11 @@ def probe_attention(
     window = window_of(module, others)
     others.pop("sliding_window", None)
     if probe is None:
-        raise UnsupportedModel("the model keeps keywords from its attention layers")
+        raise UnsupportedModel("the model does not pass keywords on to its attention layers")
     if attention_mask is not None:
         raise UnsupportedModel("a mask or position bias of its own")
     if others.get("logits_to_keep") is not None:
-        raise UnsupportedModel("its class computes logits of all tokens, also where `logits_to_keep` asks for some")
+        raise UnsupportedModel("its class computes logits of all tokens even if `logits_to_keep` asks for some")
     if odd := sorted(name for name, thing in others.items() if thing is not None and name not in HARMLESS):
         raise UnsupportedModel(f"attention takes `{odd[0]}`, which is not implemented")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -143,7 +144,7 @@ AttentionInterface.register(PROBE, probe_attention)
 
 
 def past(length: int) -> SimpleNamespace:
-    """Return a stand-in for a cache with `length` tokens before the step, from which attention here reads nothing.
+    """Return a dummy cache that reports `length` earlier tokens; attention here does not read it.
 
     A model that takes positions from its cache, and not from `position_ids`, then computes with these positions."""
     return SimpleNamespace(
@@ -168,7 +169,7 @@ class Proof(NamedTuple):
     ids: Tensor  # [1, FIRST + SECOND] i64: two packed sequences
     positions: Tensor  # [1, FIRST + SECOND]: the second sequence ends where the longest one would
     logits: Tensor  # [1, SECOND, V] of the second sequence
-    windows: list[int]  # tokens that each attention layer sees; 0: all
+    windows: list[int]  # attention window of each layer, tokens; 0: all
 
 
 FIRST, SECOND = 5, 7  # tokens of the two packed sequences
@@ -195,7 +196,7 @@ def probe(module: PreTrainedModel, max_model_len: int = 0) -> Proof:
         (other, positions, {"logits_to_keep": keep}),
         (ids, in_a_row, {"logits_to_keep": keep, cache_argument(module): past(at - FIRST)}),
     ]
-    # Rotary embeddings depend on distances only.  Other embeddings may count from another number than 0 by default.
+    # Rotary embeddings depend on distances only.  Other position embeddings may have an offset by default.
     if not getattr(text, "rope_parameters", None):
         runs += [(ids, None, {}), (ids, torch.arange(ids.shape[1], device=device)[None], {})]
     module.set_attn_implementation(PROBE)
@@ -218,17 +219,17 @@ def probe(module: PreTrainedModel, max_model_len: int = 0) -> Proof:
         )
     check_windows(module.config, seen.windows, max_model_len)
     if logits[0].shape[:2] != (1, SECOND):
-        raise UnsupportedModel(f"{kind}: computes logits of tokens that were not asked for")
+        raise UnsupportedModel(f"{kind}: computes logits of tokens that were not requested")
     if device.type != "meta":
         # A state carried from token to token (convolution, recurrence) would leak from one sequence into the next.
         # Equal shapes give equal arithmetic, except how a mixture of experts groups its tokens: rounding only.
         most = LEAK[module.dtype]
         if not (drift := drift_of(logits[1], logits[0])) < most:
-            raise UnsupportedModel(f"{kind}: a sequence's logits change with what it is packed with ({drift:.0e})")
+            raise UnsupportedModel(f"{kind}: a sequence's logits depend on the sequences packed with it ({drift:.0e})")
         if not (drift := drift_of(logits[2], logits[0])) < most:
             raise UnsupportedModel(f"{kind}: takes a token's position from its place in the batch ({drift:.0e})")
         if len(logits) > 3 and not (drift := drift_of(logits[3], logits[4])) < most:
-            raise UnsupportedModel(f"{kind}: numbers a prompt's positions from another number than 0 ({drift:.0e})")
+            raise UnsupportedModel(f"{kind}: positions of a prompt do not begin at 0 ({drift:.0e})")
     layers = [seen.layers[i] for i in range(text.num_hidden_layers)]
     windows = [seen.windows[i] for i in range(text.num_hidden_layers)]
     return Proof(layers, logits[0].shape[2], ids, positions, logits[0], windows)
@@ -256,7 +257,7 @@ def check_windows(config: PretrainedConfig, windows: dict[int, int], max_model_l
 
 
 def drift_of(logits: Tensor, wanted: Tensor) -> Tensor:
-    """Return the largest difference, as a share of the largest logit."""
+    """Return the maximum difference, relative to the largest logit."""
     return (logits.float() - wanted.float()).abs().max() / wanted.float().abs().max()
 
 
@@ -264,7 +265,7 @@ def drift_of(logits: Tensor, wanted: Tensor) -> Tensor:
 def prove_served(module: PreTrainedModel, proof: Proof, block_size: int = 16, *, rounds_inputs: bool = False) -> None:
     """Compute the probe's tokens as a step does, with swapped submodules, our attention and a KV cache.
 
-    rounds_inputs: GEMMs round their inputs to e4m3; the probe does not.  Raises UnsupportedModel if the step
+    rounds_inputs: GEMMs quantise their activations to e4m3; the probe does not.  Raises UnsupportedModel if the step
     fails, or if its logits are not finite or differ from the probe's."""
     kind, device = module.config.model_type, module.device
     caches = allocate(proof.layers, 2, block_size, module.dtype, device)

@@ -1,9 +1,9 @@
 """Maximum positions of a model's rotary embeddings, and angles that depend only on the position.
 
-Two kinds of scaling change every angle once a sequence passes a length: `dynamic` passes the model's own length,
-`longrope` its original one.  transformers decides by the longest sequence of a batch.  A request's tokens would then
-depend on other requests, and cached keys would be wrong.  So every sequence gets the angles of
-a sequence of `max_model_len` tokens.
+Two kinds of scaling change every angle of a sequence that exceeds a length: the model's own maximum (`dynamic`), or its
+original maximum (`longrope`).  transformers decides by the longest sequence of a batch.  A request's tokens would then
+depend on other requests, and cached keys would be wrong.  So every sequence gets the angles of a sequence of
+`max_model_len` tokens.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def parameters(text: PretrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def reach(text: PretrainedConfig, made_for: int, before: PretrainedConfig | None = None) -> int:
-    """Return the maximum number of positions that the scaling was made for; `made_for` without scaling.
+    """Return the maximum number of positions of the scaling; `made_for` without scaling.
 
     made_for  positions that the config names
     before    the text config of the checkpoint without the operator's changes
@@ -80,7 +80,8 @@ def short_reach(text: PretrainedConfig, made_for: int) -> int:
 
 
 def fix_angles(model: nn.Module, text: PretrainedConfig, made_for: int, max_model_len: int) -> bool:
-    """Give every sequence the angles of a sequence of `max_model_len` tokens.  Return whether some depend on it."""
+    """Give every sequence the angles of a sequence of `max_model_len` tokens.  Return whether angles depend on
+    max_model_len."""
     kinds = {rope["rope_type"] for _, rope in parameters(text)} & {"dynamic", "longrope"}
     if not kinds or max_model_len <= short_reach(text, made_for):
         return False

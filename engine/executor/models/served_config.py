@@ -1,4 +1,4 @@
-"""Reads a checkpoint's config, and refuses what this server does not compute."""
+"""Reads a checkpoint's config, and refuses architectures and settings that Quire does not support."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read_config(directory: Path, changes: dict[str, Any] | None = None) -> Pretr
         if named := getattr(described, "transformers_weights", None):
             reason = "which is not read; name it model.safetensors, or list it in model.safetensors.index.json"
             raise UnsupportedModel(f"{directory}/config.json: transformers_weights names {named}, {reason}")
-        vars(described).pop("quantization_config", None)  # transformers need not know: the weights are dequantised
+        vars(described).pop("quantization_config", None)  # our reader dequantises the weights
     padding = getattr(text, "pad_token_id", None)
     if padding is not None and not 0 <= padding < text.vocab_size:
         text.pad_token_id = None  # torch refuses such a token; no batch is padded here
@@ -38,10 +38,10 @@ def read_config(directory: Path, changes: dict[str, Any] | None = None) -> Pretr
 
 
 def served_part(whole: PretrainedConfig, directory: Path, changes: dict[str, Any] | None = None) -> PretrainedConfig:
-    """Return the config of the served model: the text part of a multimodal model, else `whole`.
+    """Return the config of the served model: the language model of a multimodal model, else `whole`.
 
-    changes: the operator's, already in `whole`.  Raises UnsupportedModel, and ModelLoadError for changes without
-    effect."""
+    changes: the operator's changes, already in `whole`.  Raises UnsupportedModel, and ModelLoadError for changes
+    without effect."""
     if changes:
         check_effect(directory, changes)
     if not text_tower.has_tower(whole):
@@ -71,7 +71,7 @@ def check_effect(directory: Path, changes: dict[str, Any]) -> None:
         except ModelLoadError:  # without this change the config is not valid
             continue
         if whole != whole_without and served == served_without:
-            raise ModelLoadError(f"{overrides.OPTION}: {path} changes nothing of the model that is served")
+            raise ModelLoadError(f"{overrides.OPTION}: {path} has no effect on the model that is served")
 
 
 def fields_of(directory: Path, changes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -89,7 +89,7 @@ def without_temperature(text: PretrainedConfig) -> PretrainedConfig:
 
 
 def check_architecture(config: PretrainedConfig) -> None:
-    """Refuse, before any weight is read, architectures known to compute more than causal paged attention."""
+    """Refuse, before any weight is read, architectures known to need more than causal paged attention."""
     kind = config.model_type
     if config.is_encoder_decoder:
         raise UnsupportedModel(f"{kind}: an encoder-decoder; only decoder-only language models are served")
@@ -104,13 +104,13 @@ def check_architecture(config: PretrainedConfig) -> None:
     if odd := sorted(kinds - PLAIN_LAYERS - {CHUNKED} - families.known_kinds(text)):
         raise UnsupportedModel(f"{kind}: layers of type {odd[0]}; only full and sliding-window attention are computed")
     if not (multimodal.passes_attention(config) or families.known_kinds(text)):  # the proof at load checks these
-        raise UnsupportedModel(f"{kind}: computes attention by itself, past the interface our kernels plug into")
+        raise UnsupportedModel(f"{kind}: computes attention itself, without the interface that our kernels implement")
     if getattr(text, "alibi", False):
         raise UnsupportedModel(f"{kind}: ALiBi position bias")
 
 
 def positions_of(text: PretrainedConfig) -> int:
-    """Return the number of positions that a model was made for, by its config; 0: the config does not say."""
+    """Return the number of positions of a model by its config; 0: the config does not have it."""
     return getattr(text, "max_position_embeddings", None) or 0
 
 
@@ -129,12 +129,12 @@ def plain_positions(text: PretrainedConfig) -> tuple[int, str] | None:
 def check_length(config: PretrainedConfig, asked: int, own: PretrainedConfig | None = None) -> int:
     """Return max_model_len: `asked`, or the model's own maximum.
 
-    Raises ModelLoadError if `asked` exceeds the reach of rope scaling.  `own`: the config before the operator's
-    changes."""
+    Raises ModelLoadError if `asked` exceeds the maximum positions of RoPE scaling.  `own`: the config before the
+    operator's changes."""
     text = config.get_text_config()
     made_for, plain = positions_of(text), plain_positions(text)
     if not made_for:
-        raise UnsupportedModel(f"{config.model_type}: the config does not say for how many positions it was made")
+        raise UnsupportedModel(f"{config.model_type}: the config does not name the maximum number of positions")
     most = rope.reach(text, made_for, own and own.get_text_config())
     hint = f"; {overrides.OPTION} with rope scaling extends models with rotary embeddings"
     if plain is not None:

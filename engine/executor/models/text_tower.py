@@ -1,13 +1,13 @@
-"""The text part of a multimodal checkpoint, as a causal language model of its own: the rest is neither built nor read.
+"""Serves the language model of a multimodal checkpoint as a causal model; the other parts are neither built nor read.
 
-    config.json  {"model_type": "mistral3", "text_config": {...}, "vision_config": {...}}  ->  config of the text part
+    config.json  {"model_type": "mistral3", "text_config": {...}, "vision_config": {...}}  ->  the text config
     tensors      language_model.model.layers.0...                                         ->  model.layers.0...
 
 Without images every token of these models has one position on all axes.  So rotary embeddings in several dimensions
-(M-RoPE) give the same angles as plain ones, and the text models of Qwen's are Qwen2 and Qwen3.
+(M-RoPE) give the same angles as plain ones, and the language models of the Qwen VL families are Qwen2 and Qwen3.
 
-Quantised tensors are renamed in the same way (`Names`): stored_weights.py, plain_weights.py and kv_scales.py see the
-names of the text model only.
+Quantised tensors are renamed in the same way (`Names`): stored_weights.py, plain_weights.py and kv_scales.py get only
+the names of the language model.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TOWERS = {
     "vipllava": "",
     "voxtral": "",
 }
-# Names of tensors in the files -> names in the text model.  Files of newer versions have another order of parts.
+# Names of tensors in the files -> names in the language model.  Files of newer versions have another order of parts.
 RENAMED = {
     r"^(?:model\.)?language_model\.lm_head\.": "lm_head.",
     r"^(?:model\.)?(?:language|text)_model\.(?:model\.)?": "model.",
@@ -72,14 +72,14 @@ TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def has_tower(config: PretrainedConfig) -> bool:
-    """Whether a config describes a multimodal model whose text part can be served."""
+    """Whether a config describes a multimodal model whose language model can be served."""
     return config.model_type in TOWERS
 
 
 def text_config(config: PretrainedConfig, directory: Path) -> PretrainedConfig:
-    """Return the config of the causal model that is the text part of a multimodal one.
+    """Return the config of the language model of a multimodal model.
 
-    The weight files of `directory`, if any, decide whether the output layer is tied to the embedding: the config has
+    The weight files of `directory`, if any, decide whether the LM head is tied to the embedding, because the config has
     `tie_word_embeddings` twice, with different meanings."""
     text = config.get_text_config()
     if kind := TOWERS[config.model_type]:
@@ -95,7 +95,8 @@ def text_config(config: PretrainedConfig, directory: Path) -> PretrainedConfig:
 
 
 def lend_fields(whole: PretrainedConfig, text: PretrainedConfig) -> None:
-    """Copy special tokens and dtype, which only the complete model's config has, into the text config."""
+    """Copy special tokens and dtype from the complete model's config into the language model's config, which lacks
+    them."""
     for name in TOKENS:
         if getattr(text, name, None) is None:
             setattr(text, name, getattr(whole, name, None))
@@ -104,9 +105,9 @@ def lend_fields(whole: PretrainedConfig, text: PretrainedConfig) -> None:
 
 
 def name_in_text(name: str) -> str:
-    """Return the name in the text model of a tensor of the files; empty: it belongs to another part of the checkpoint.
+    """Return the language model's name of a tensor in the files; empty: it belongs to another part of the checkpoint.
 
-    A name that no rule matches stays, so that loading refuses it."""
+    A name that no rule matches stays unchanged, so that loading refuses it."""
     if OTHER_TOWERS.match(name):
         return ""
     for pattern, own in RENAMED.items():
@@ -115,10 +116,10 @@ def name_in_text(name: str) -> str:
 
 
 def name_in_whole(name: str) -> str:
-    """Return the name of the text model's tensor or module in transformers' complete model, whatever the files say."""
+    """Return the name in transformers' complete model of a tensor or module of the language model."""
     return re.sub(r"^model\.", "model.language_model.", name)
 
 
 def names_of(part: bool) -> Names:
-    """Return the mapping of a checkpoint's names to the served model's; part: that is the text part."""
+    """Return the mapping of a checkpoint's names to the served model's names; part: a language model is served."""
     return Names(own=name_in_text, whole=name_in_whole) if part else UNCHANGED

@@ -1,4 +1,5 @@
-"""Reads a checkpoint's weights into a model of transformers: unsharded by its own reader, else tensor by tensor."""
+"""Reads a checkpoint's weights into a model of transformers: by transformers' own reader, or tensor by tensor if they
+are quantised or sharded."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def read_weights(
     ranks: Ranks = ALONE,
     quantising: Quantising | None = None,
 ) -> PreTrainedModel:
-    """Return the model of a checkpoint, on the host, complete.  part: the text part of a multimodal checkpoint.
+    """Return the model of a checkpoint with all weights, on the host. part: the language model of a multimodal
+    checkpoint.
 
     ranks: with several, only the shard of this rank, for `device`.  quantising: makes int8, fp8 or int4 linear layers;
     None: all weights are dequantised.  Raises ModelLoadError."""
@@ -58,7 +60,7 @@ def read_weights(
         stored = StoredWeights(directory, config, how, names)
         model = read_tensors(directory, config, wanted, stored, device=device, ranks=ranks, quantising=quantising)
         if quantising is None or not (quantising.kept or quantising.kept_experts or quantising.kind):
-            log.info("weights quantised by %s are dequantised to %s, so they take its memory", how.method, wanted)
+            log.info("weights quantised by %s are dequantised to %s and take its memory", how.method, wanted)
         return model
     check_stored_dtypes(directory, config, names)
     # With PEFT installed, transformers' reader would look for the adapter that this file describes.
@@ -71,7 +73,8 @@ def read_weights(
 
 
 def names_of(config: PretrainedConfig, part: bool) -> Names:
-    """Return the mapping of names in the files to the served model's; part: that is the text part, by `text_tower`."""
+    """Return the mapping of names in the files to the served model's; part: a language model is served, by
+    `text_tower`."""
     if not part and multimodal.loses_towers(config):
         return multimodal.names_of(config)
     return text_tower.names_of(part)
@@ -174,7 +177,7 @@ def check_report(directory: Path, config: PretrainedConfig, report: dict[str, An
 
 
 def drafts(name: str, further: range) -> bool:
-    """Whether a tensor belongs to a head that drafts further tokens: a layer after the last one, or named `mtp`."""
+    """Whether a tensor belongs to a multi-token-prediction (MTP) head: a layer after the last one, or named `mtp`."""
     layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
     return bool((layer and int(layer[1]) in further) or re.search(r"(^|\.)mtp\b", name))
 
@@ -205,7 +208,7 @@ def report_progress(directory: Path, sizes: dict[str, int] | None = None) -> Ite
 def check_adapter(directory: Path) -> None:
     """Raise UnsupportedModel for weights of a PEFT adapter (LoRA and others), alone or next to a model's weights.
 
-    Without weights adapter_config.json is left over from an adapter that was merged: then log a warning."""
+    An adapter_config.json without adapter weights is left over from a merged adapter: it only logs a warning."""
     if weights := sorted(directory.glob("adapter_model*")):
         reason = "an adapter, which is not applied; serve its model with the adapter merged, and without this file"
         raise UnsupportedModel(f"{weights[0]}: {reason}")

@@ -1,4 +1,4 @@
-"""The fingerprint of a model: what must be equal for two engines to share a cached prefix.
+"""The fingerprint of a model: engines with equal fingerprints share prefix digests.
 
 Digest of every weight file's content, the config and the dtype.  Hashing gigabytes takes seconds to minutes, so files
 are hashed in parallel.  A digest is kept under ~/.cache/quire by (real path, size, mtime in ns).  A file from the hub
@@ -26,7 +26,7 @@ from quire.engine.executor.errors import ModelLoadError
 
 CACHE = cache_directory()
 SHA256 = re.compile(r"[0-9a-f]{64}")
-# Fields that name the software that wrote the file or the file's origin, and nothing of what the model computes.
+# Config fields that do not affect what the model computes: the software that wrote the file, and its origin.
 NOT_MATHEMATICS = {"transformers_version", "_name_or_path"}
 
 
@@ -158,7 +158,7 @@ def _sha256(file: Path) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write atomically.  A cache that cannot be written only takes time, so that is no error."""
+    """Write atomically.  An unwritable cache only costs time, so it is no error."""
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,8 @@ Values of b bits are packed into int32, the first one in the lowest bits.  With 
     fp4      packed u8 [out, in / 2], scale e4m3 or u8 [out, in / group], scale_2 [], global_scale [1]  (see below)
 
 `packed` stores q and zero points plus half their range.  Zero points of `packed` are packed along the rows, zero points
-of gptq and awq along the columns.  g_idx has the group of each column; without it, groups are consecutive columns.
+of gptq and awq along the columns.  g_idx has the group of each column (act-order); without it, groups are consecutive
+columns.
 
 An e2m1 value of `fp4` is multiplied by its scale (a scale in u8 stands for 2^(scale - 127)), and by the tensor's
 float32 scale_2 (NVFP4 of modelopt) or 1 / global_scale (NVFP4 of compressed-tensors).
@@ -34,7 +35,7 @@ from quire.engine.executor.models.quantised.quantisation import Format, Quantisa
 from quire.engine.executor.models.quantised.quantised import BLOCK, Quantised
 
 PIECE = 1 << 22  # values per chunk
-WORD = 32  # bits that hold packed values
+WORD = 32  # bits of a word of packed values
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # place, within a word, of each of 8 consecutive columns
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # values by their three low bits; the fourth is the sign
 SIGNED_E2M1 = [*E2M1, *(-number for number in E2M1)]
@@ -51,11 +52,11 @@ Kept = Literal["int8", "fp8", "fp8 blocks", "int4", "mxfp4"]  # formats of weigh
 
 
 def check_shapes(how: Quantisation, shapes: dict[str, Shape]) -> None:
-    """Raise ValueError when a part of a weight is absent, or when its shape does not fit the others."""
+    """Raise ValueError if a stored tensor of a weight is absent, or if its shape does not fit the others."""
     if absent := sorted(NEEDED[how.format] - shapes.keys()):
         raise ValueError(f"its {absent[0]} is not in the files")
     if absent := sorted(how.demanded - shapes.keys()):
-        raise ValueError(f"its {absent[0]}, which the config demands, is not in the files")
+        raise ValueError(f"its {absent[0]}, which the config requires, is not in the files")
     if how.format == "mxfp4":
         experts, out, groups, half = shapes["blocks"]
         _check("scales", shapes["scales"], (experts, out, groups))
@@ -120,12 +121,12 @@ def dequantise(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dtype) 
 
 
 def as_stored(how: Quantisation, parts: dict[str, Tensor]) -> Quantised:
-    """Return these stored values, their scales and zero points, all exact.  `stored_as` must name their kind."""
+    """Return these stored values, their scales and zero points, unchanged.  `stored_as` must support them."""
     if how.bits == 4:
         return _four_bits(how, parts)
     if how.format == "packed":
         rows, columns = parts["shape"].tolist()
-        # Stored plus half their range, that is, with the sign bit flipped.
+        # Stored with an offset of half the range, so the sign bit is flipped.
         numbers = (unpack(parts["packed"], 8)[:rows, :columns] ^ 0x80).view(torch.int8).contiguous()
     else:
         numbers = parts["weight"]
@@ -153,7 +154,7 @@ def _four_bits(how: Quantisation, parts: dict[str, Tensor]) -> Quantised:
         else:
             numbers = parts["qweight"].T.contiguous().view(torch.uint8)
     scale = scale.to(torch.float32)
-    if how.group == 0 and 2 * numbers.shape[1] > ops.INT4_LARGEST_GROUP:  # as smaller groups with equal scales
+    if how.group == 0 and 2 * numbers.shape[1] > ops.INT4_LARGEST_GROUP:  # split into smaller groups with equal scales
         groups = 2 * numbers.shape[1] // ops.INT4_BLOCK
         scale, zero = scale.expand(-1, groups), None if zero is None else zero.expand(-1, groups)
     return Quantised(numbers.contiguous(), scale.contiguous(), None if zero is None else zero.contiguous())
@@ -174,12 +175,12 @@ def in_order_of_groups(group: Tensor, how: Quantisation) -> bool:
 
 
 def stored_as(how: Quantisation, parts: Collection[str], dtype: str, shape: Shape) -> Kept | None:
-    """Return the kind under which `as_stored` can keep a weight [out, in]; None: it cannot.
+    """Return the format in which `as_stored` can keep a weight [out, in]; None: it must be dequantised.
 
-    int8 must be symmetric, with one scale for the tensor or per row.  e4m3 may also have one per block of 128 x 128.
-    Its GEMMs round their inputs to e4m3, so the config must ask for that.  int4 groups must have 32, 64, .. 4,096
-    inputs, or a complete row; the caller checks a g_idx (`in_order_of_groups`).  mxfp4 experts need sizes that
-    the kernels can tile (`quantised_experts.py`).
+    int8 must be symmetric, with one scale per tensor or per row. e4m3 may also have one per block of 128 x 128.  Its
+    GEMMs quantise activations to e4m3, so the config must ask for that.  int4 groups must have 32, 64, .. 4,096 inputs,
+    or a complete row; the caller checks a g_idx (`in_order_of_groups`).  mxfp4 experts need sizes that the kernels can
+    tile (`quantised_experts.py`).
 
     dtype: of the stored values, as safetensors names it.  shape: of the stored values."""
     if how.format == "mxfp4":
@@ -261,7 +262,7 @@ def _in_order(numbers: Tensor) -> Tensor:
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """Return the values of int32 words [r, c], of 4 or 8 bits: u8 [r, c * 32 / bits]."""
-    # The lowest byte first, on every CPU that is served.  Flat, because a single column may have any stride.
+    # Little endian on every supported CPU. Flat, because a single column may have any stride.
     numbers = words.contiguous().view(-1).view(torch.uint8).view(len(words), -1)
     if bits == 4:
         numbers = torch.stack([numbers & 0xF, numbers >> 4], -1).flatten(1)

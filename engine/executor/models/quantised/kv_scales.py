@@ -40,9 +40,10 @@ SIDES = {"k": [KEYS], "v": [VALUES], None: [KEYS, VALUES]}
 def read_kv_scales(
     directory: Path, kind: str, layers: Sequence[KVShape], ranks: Ranks = ALONE, names: Names = UNCHANGED
 ) -> list[Tensor | None] | None:
-    """Return each layer's scales [2, Hkv] in float32, of keys and of values; None: the checkpoint has none for e4m3.
+    """Return each layer's scales [2, Hkv] in float32, of keys and of values; None: the checkpoint has no scales for an
+    e4m3 cache.
 
-    layers: what each layer of this rank caches.  Raises UnsupportedModel for scales that no cache can have."""
+    layers: KV shape of each layer on this rank.  Raises UnsupportedModel for scales that no cache can have."""
     described = quantisation_config(directory)
     if described is None:
         return None
@@ -61,7 +62,7 @@ def read_kv_scales(
 
 
 def _are_of_e4m3(described: dict[str, Any]) -> bool:
-    """Whether the scales are for keys and values in e4m3, and static: measured once for all requests."""
+    """Whether the scales are for keys and values in e4m3, and static, so that they are equal for all requests."""
     scheme = described.get("kv_cache_scheme")
     if isinstance(scheme, dict):
         e4m3 = scheme.get("num_bits") == 8 and scheme.get("type") == "float"

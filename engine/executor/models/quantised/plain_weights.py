@@ -1,4 +1,4 @@
-"""The tensors of an unquantised checkpoint, of which each rank reads its shard."""
+"""Reads the tensors of an unquantised checkpoint; each rank reads its shard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.
 
 
 class Weights(Protocol):
-    """A checkpoint's tensors, as transformers takes them: plain (here) or quantised (stored_weights.py)."""
+    """A checkpoint's tensors under the model's names: plain (here) or quantised (stored_weights.py)."""
 
     sizes: dict[str, int]  # bytes to read for each tensor
 
@@ -29,7 +29,7 @@ class Weights(Protocol):
         """Names of the tensors, as the model has them."""
 
     def exact_modules(self, cuts: Mapping[str, Cut]) -> dict[str, Kept]:
-        """Return the modules whose stored values a GEMM can use unchanged, each with its format."""
+        """Return the modules whose quantised weights a GEMM can use as stored, each with its format."""
 
     def opened(
         self, cuts: Mapping[str, Cut], dtype: torch.dtype, quantising: Quantising

@@ -25,7 +25,7 @@ from quire.engine.executor.errors import ModelLoadError, UnsupportedModel, one_l
 Format = Literal["scaled", "packed", "awq", "gptq", "mxfp4", "fp4"]
 Strategy = Literal["tensor", "channel", "group", "block"]
 COMPRESSED_FORMATS = {"float-quantized", "int-quantized", "naive-quantized", "pack-quantized"}
-# e2m1 formats of compressed-tensors -> sharing of scales, columns per scale, tensors that only this format has.
+# e2m1 formats of compressed-tensors -> scale granularity, columns per scale, tensors that only this format has.
 FP4_FORMATS: dict[str, tuple[str, int, frozenset[str]]] = {
     "nvfp4-pack-quantized": ("tensor_group", 16, frozenset({"global_scale"})),
     "mxfp4-pack-quantized": ("group", 32, frozenset()),
@@ -46,21 +46,21 @@ class Quantisation:
 
     method: str  # quantisation method, as the config names it
     format: Format  # scaled: one 8-bit value per byte; the others pack several values into one word
-    strategy: Strategy  # sharing of scales: the tensor, a row, `group` columns of a row, or a block
+    strategy: Strategy  # scale granularity: per tensor, row (output channel), `group` columns of a row, or block
     bits: int
     group: int = 0  # columns; 0: all of a row
     block: tuple[int, int] = (0, 0)  # rows and columns
     zero_shift: int = 0  # added to a stored zero point
-    rounds_inputs: bool = False  # GEMM inputs are rounded to 8 bits, too
+    rounds_inputs: bool = False  # activations are quantised to 8 bits, too
     ignored: tuple[str, ...] = ()  # names of modules that are not quantised; "re:": a regular expression
-    demanded: frozenset[str] = frozenset()  # kinds of stored tensors that each weight has, besides those of the format
+    demanded: frozenset[str] = frozenset()  # required kinds of stored tensors per weight, besides those of the format
 
     def ignores(self, module: str, whole: Sequence[str] = ()) -> bool:
         """Return whether the config names `module` as not quantised.
 
-        whole: names of `module` in the complete model, in several versions of transformers, if this model is a part of
-        it.  A regular expression must match all of these names, because it is not known for which version it was
-        written: `^(?!.*language_model)` ignores other towers in one version, and the text in another."""
+        whole: names of `module` in the complete multimodal model, in several versions of transformers.  A regular
+        expression must match all of these names, because it is not known for which version it was written:
+        `^(?!.*language_model)` matches vision towers in one version, and the language model in another."""
         return any(
             all(re.match(name.removeprefix("re:"), each) for each in whole or [module])
             if name.startswith("re:")
@@ -153,7 +153,7 @@ def _read_compressed(described: dict[str, Any]) -> Quantisation:
     if (described.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise Unread("sparse weights")
     if (described.get("transform_config") or {}).get("config_groups"):
-        raise Unread("transform_config: rotations of inputs and weights")
+        raise Unread("transform_config: rotations of activations and weights")
     ignored = tuple(described.get("ignore") or ())
     if stored in FP4_FORMATS:
         return _compressed_fp4(str(stored), kinds[0], ignored)
@@ -177,7 +177,7 @@ def _read_compressed(described: dict[str, Any]) -> Quantisation:
 
 
 def _compressed_fp4(stored: str, weights: dict[str, Any], ignored: tuple[str, ...]) -> Quantisation:
-    """Read weights in e2m1.  The config may want inputs in e2m1, too; here inputs keep the model's dtype."""
+    """Read weights in e2m1.  The config may ask for e2m1 activations, too; here activations keep the model's dtype."""
     bits, number, strategy, group, _block, demanded = _kind(weights)
     if (bits, number) != (4, "float") or demanded:
         raise Unread(", ".join([f"{stored}: {number} of {bits} bits", *sorted(demanded)]))

@@ -5,8 +5,8 @@
     stored e4m3 in blocks    ── as it is ──────> numbers [out, in] e4m3, scale [out / 128, in / 128] float32
     q, k, v of one input     ── Quantised.join ─> one weight, row after row
 
-`QuantisedLinear` takes the place of nn.Linear in a transformers model (quantising.py), so that the probe computes with
-the weights that are served.  `fuse` then makes GEMMs of it (linear.py).
+`QuantisedLinear` replaces nn.Linear in a transformers model (quantising.py), so that the probe computes with the served
+weights.  `fuse` then replaces it by a quantised GEMM (linear.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BITS = {torch.int8: 8, torch.float8_e4m3fn: 8, torch.uint8: 4}
 BLOCK = 128  # rows and columns of a block that has one scale
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # value to which the maximum of a row is scaled
 MIDDLE = 8  # zero point of int4 weights if there is none
-PIECE = 1 << 15  # values rounded or widened at a time; their float32 copies stay below the heap's limit
+PIECE = 1 << 15  # values per chunk of quantisation; a float32 chunk stays below WHILE_LOADING (host_memory.py)
 PIECE_ON_GPU = 1 << 18
 
 
@@ -63,7 +63,7 @@ class Quantised:
     def of(cls, weight: Tensor, dtype: torch.dtype, largest_of_rows: Callable[[Tensor], Tensor] | None = None) -> Self:
         """Round weight [out, in] to int8, float8_e4m3fn, or int4 (uint8), on its device.
 
-        largest_of_rows: if `weight` has some columns only, maps the maxima [out] of its rows to those of the complete
+        largest_of_rows: for a shard of columns, maps the maxima [out] of the shard's rows to those of the complete
         rows.
 
         Scales are chosen per row, so that the row's maximum becomes 127 or 448.  The error of a value is at most half a
@@ -107,7 +107,7 @@ class Quantised:
     def join(parts: Iterable[Quantised]) -> Quantised:
         """Return one weight made of several with the same input and dtype: their rows, one after another.
 
-        A single weight is not copied.  int4 groups become as small as the groups of all parts require."""
+        A single weight is not copied. int4 groups become as small as the smallest groups of all parts."""
         parts = list(parts)
         if len(parts) == 1:
             return parts[0]
@@ -172,7 +172,7 @@ class QuantisedLinear(nn.Module):
         self.out_features, self.in_features = quantised.shape
         self.quantised = quantised  # no parameter, because its dtypes are not the model's
         self.bias = bias
-        # As in PackedLinear: code that asks for its dtype works, code that computes with it is refused at load.
+        # As in PackedLinear: code may read its dtype; code that computes with it fails at load.
         self.weight = torch.empty(0, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:

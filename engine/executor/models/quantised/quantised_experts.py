@@ -30,7 +30,7 @@ _HOPPER = 9  # compute capability; later GPUs have no wgmma
 
 
 def keeps_mxfp4(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the device multiplies by experts in mxfp4, in a model of `dtype`."""
+    """Return whether the device has kernels for mxfp4 experts, in a model of `dtype`."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return False
     return torch.cuda.get_device_capability(device)[0] == _HOPPER
@@ -66,11 +66,11 @@ class StoredMxfp4:
 
     @property
     def fits(self) -> bool:
-        """Whether the kernels' arithmetic has the range of these scales."""
+        """Whether these scales are within the range of the kernels' arithmetic."""
         return int(self.scales.max()) <= ops.LARGEST_SCALE
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [experts, in, out], exact but for the range of `dtype`."""
+        """Return the weight [experts, in, out], exact except for overflow or underflow of `dtype`."""
         return dequantise_mxfp4(self.blocks, self.scales, dtype)
 
     def to(self, move: Callable[[Tensor], Tensor]) -> Self:
@@ -96,7 +96,7 @@ class QuantisedExperts(nn.Module):
             self._release()
 
     def packed(self) -> tuple[ops.PackedRows, ops.PackedRows]:
-        """Return both weights as `ops.experts` takes them."""
+        """Return both weights in the format of `ops.experts`."""
         gate_up = ops.pack_mxfp4(self.gate_up.blocks, self.gate_up.scales, interleaved=True)
         return gate_up, ops.pack_mxfp4(self.down.blocks, self.down.scales, interleaved=False)
 
@@ -158,7 +158,7 @@ def round_experts(model: PreTrainedModel) -> None:
 
 
 def widen_experts(model: PreTrainedModel) -> None:
-    """Dequantise experts that no kernel of ours serves, because the model keeps transformers' layers.  Logs how
+    """Dequantise mxfp4 experts in a model that keeps transformers' layers, which our kernels do not serve.  Logs how
     many."""
     found = [
         (parent, name, child)

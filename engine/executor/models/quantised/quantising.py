@@ -3,7 +3,7 @@
 `Quantising` belongs to one model.  hf.py calls its methods in this order:
 
     keep           sets modules that keep their stored values, because the device has a GEMM for these
-    divide         sets modules of which each rank has some columns, so that ranks agree on the scale of a row
+    divide         sets modules sharded by columns, so that all ranks use the scale of the complete row
     while_loading  returns a class for transformers, which
                      makes the model       nn.Linear on the meta device ─> Awaiting: its weight is not there yet
                      sets each weight      a float weight ──────────────> rounded to 8 or 4 bits at once
@@ -41,7 +41,7 @@ from quire.engine.executor.ranks.ranks import ALONE, Ranks
 log = logging.getLogger(__name__)
 
 GPU_CAPABILITY = (9, 0)  # minimum compute capability for quantised GEMMs: Hopper
-# Last parts of the names of layers that choose experts.  They are small, and rounding may choose another expert.
+# Last parts of the names of routers, which choose experts.  They are small, and quantisation could change the choice.
 ROUTERS = {"gate", "router", "shared_expert_gate"}
 
 
@@ -49,7 +49,7 @@ def check_kind(kind: str, device: torch.device) -> None:
     """Raise UnsupportedModel unless the device has GEMMs for weights of this kind: the value of --quantize."""
     on_cpu = device.type == "cpu"
     if kind == "int8" and not on_cpu:
-        raise UnsupportedModel("--quantize int8: only a CPU multiplies with int8 weights; --device cpu can do it")
+        raise UnsupportedModel("--quantize int8: only a CPU has GEMMs with int8 weights; --device cpu can do it")
     if kind == "fp8" and on_cpu:
         raise UnsupportedModel("--quantize fp8: a CPU has no GEMM with fp8 weights; --quantize int8 is made for it")
     if kind in ("fp8", "int4") and not on_cpu and (found := torch.cuda.get_device_capability(device)) < GPU_CAPABILITY:
@@ -71,7 +71,7 @@ ROUNDED: dict[Kept, Kind] = {"int8": "int8", "fp8": "fp8", "fp8 blocks": "fp8", 
 
 
 def _units(kind: Kept, device: torch.device) -> tuple[int, int]:
-    """Return the multiples that the sizes of a layer, in and out, must have."""
+    """Return the numbers of which the sizes (in, out) of a layer must be multiples."""
     if kind == "int4":
         return (ops.INT4_BLOCK, 1) if device.type == "cpu" else (ops.INT4_GPU_INNER, ops.INT4_GPU_OUT)
     if kind == "fp8 blocks":
@@ -86,9 +86,10 @@ def _fits(linear: nn.Linear, kind: Kept, device: torch.device) -> bool:
 
 
 def _round_head(model: PreTrainedModel, device: torch.device) -> bool:
-    """Quantise the head to 8 bits.  Returns False if no GEMM of the device supports its size; then it keeps its dtype.
+    """Quantise the LM head to 8 bits.  Returns False if no GEMM of the device supports its size; then it keeps its
+    dtype.
 
-    With int4 layers the head is up to half of the bytes that a step reads, and 8 bits add little rounding error."""
+    With int4 layers a 16-bit LM head would be up to half of the bytes that a step reads; 8 bits add little error."""
     head = model.get_output_embeddings()
     kind: Kind = "int8" if device.type == "cpu" else "fp8"
     if type(head) is not nn.Linear or not _fits(head, kind, device):
@@ -112,7 +113,7 @@ class Awaiting(nn.Module):
     ) -> None:
         """dtype: int8, float8_e4m3fn or uint8 (int4).  stored: the weight is set as values of this dtype.
 
-        largest_of_rows: passed to `Quantised.of`, if this layer has some of the columns only."""
+        largest_of_rows: passed to `Quantised.of` if this layer is a shard of columns."""
         super().__init__()
         self.dtype, self.to_device, self.largest_of_rows = dtype, device, largest_of_rows
         self.served_dtype = plain.weight.dtype  # dtype of the model
@@ -149,9 +150,10 @@ class Quantising:
         self._rounded_head = False
 
     def keep(self, modules: Mapping[str, Kept], dtype: torch.dtype) -> None:
-        """Serve the stored values of these modules, if the device has a GEMM for them in a model of `dtype`.
+        """Serve the quantised weights of these modules as stored, if the device has a GEMM for them in a model of
+        `dtype`.
 
-        `--quantize` decides for modules that it would round otherwise."""
+        Modules that `--quantize` covers follow that option instead."""
         experts = {weight for weight, kind in modules.items() if kind == "mxfp4"}
         if experts and keeps_mxfp4(self._device, dtype):
             self.kept_experts = whole_experts(experts)
@@ -160,15 +162,14 @@ class Quantising:
             self._stored = {module: kind for module, kind in modules.items() if kind in kinds}
 
     def divide(self, modules: Iterable[str], ranks: Ranks) -> None:
-        """Note modules of which each rank has some columns.  A row's scale is that of the complete row, as with one
-        rank.
+        """Note modules sharded by columns.  The scale of a row is that of the complete row, as with one rank.
 
         So the ranks exchange the maximum of each row; all ranks must set these weights in the same order."""
         self._ranks, self._divided = ranks, frozenset(modules)
 
     @property
     def rounds_inputs(self) -> bool:
-        """Whether GEMMs round their inputs to e4m3, if a step has many tokens."""
+        """Whether GEMMs quantise their activations to e4m3 in steps of many tokens."""
         if self._device.type == "cpu":
             return False
         return self.kind == "fp8" or self._rounded_head or "fp8" in {ROUNDED[kind] for kind in self.kept.values()}
@@ -177,7 +178,7 @@ class Quantising:
     def changes(self) -> dict[str, str]:
         """Differences between the served weights and the files, for the fingerprint."""
         kinds = {f"{ROUNDED[kind]} as stored" for kind in self.kept.values()}
-        kinds |= {self.kind} if self.kind else set()  # it may round other modules, too
+        kinds |= {self.kind} if self.kind else set()  # --quantize may quantise further modules
         return {"weights of linear layers": ", ".join(sorted(map(str, kinds)))} if kinds else {}
 
     def while_loading(self, model: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -198,8 +199,8 @@ class Quantising:
         """Replace linear layers of `model` by layers that await their weights; layers with weights are quantised at
         once.
 
-        The head (but see `settle`), embeddings, routers, modules that are no nn.Linear, and layers of sizes that no
-        such GEMM supports, stay as they are."""
+        The LM head (but see `settle`), embeddings, routers, modules other than nn.Linear, and layers of sizes that no
+        such GEMM supports stay unquantised."""
         head = model.get_output_embeddings()
         for path, parent in list(model.named_modules()):
             if path in self.kept_experts:
@@ -217,8 +218,8 @@ class Quantising:
                     setattr(parent, name, awaiting)
 
     def settle(self, model: PreTrainedModel, own: type[PreTrainedModel]) -> None:
-        """Make the model, whose class is `own`, able to compute.  Its weights must be set.  With int4 the head gets 8
-        bits.
+        """Make the model, whose class is `own`, able to compute.  Its weights must be set.  With int4 the LM head gets
+        8 bits.
 
         Raises UnsupportedModel if --quantize found nothing to quantise, and on a GPU for a model in another dtype than
         bfloat16."""
@@ -240,11 +241,11 @@ class Quantising:
         total = quantised + sum(parameter.numel() for parameter in model.parameters())
         on_gpu = self.kind == "fp8" or (self.kind == "int4" and self._device.type != "cpu")
         if on_gpu and model.dtype != torch.bfloat16:
-            reason = f"its GEMMs are of bfloat16, the model of {model.dtype}; --dtype bfloat16"
+            reason = f"its GEMMs need bfloat16, the model has {model.dtype}; --dtype bfloat16"
             raise UnsupportedModel(f"--quantize {self.kind}: {reason}")
         if self.kind and not quantised:
             kind = model.config.model_type
-            raise UnsupportedModel(f"{kind}: --quantize {self.kind}: it has no linear layers that it takes")
+            raise UnsupportedModel(f"{kind}: --quantize {self.kind}: it has no linear layers to quantise")
         if self.kind == "int4":
             self._rounded_head = _round_head(model, self._device)
         if quantised:

@@ -1,11 +1,11 @@
-"""Reads an area (rows and columns) of a quantised weight from its stored tensors, and little more.
+"""Reads an area (rows and columns) of a quantised weight from its stored tensors, plus the units at its borders.
 
     wanted      rows 10 to 20, columns 64 to 128 of a weight in groups of 32
     read        rows 8 to 24, because 8 values share a word; columns 64 to 128 are two complete groups
     returned    the stored tensors of this area, and the position of the wanted area in it
 
-Every format can be cut at its units: the block that shares a scale, the group, the word.  An area that ends within a
-unit is read up to the unit's end, and the caller drops the rest.  If g_idx names each column's group, the scales of
+Every format can be cut at the borders of its units: a block with one scale, a group, a word.  An area that ends within
+a unit is read up to the unit's end, and the caller drops the rest.  If g_idx names each column's group, the scales of
 all groups are read.
 """
 
@@ -59,7 +59,7 @@ def units(how: Quantisation) -> tuple[int, int]:
 def read_area(how: Quantisation, stored: PartSlices, where: Where) -> tuple[Parts, Where]:
     """Return the stored tensors of an area that holds `where` of a weight, and the position of `where` in that area.
 
-    where: a slice per dimension of the weight; of three dimensions, the first is complete."""
+    where: a slice per dimension of the weight; in a weight of three dimensions, the first slice is complete."""
     rows, columns = (_widened(place, unit) for place, unit in zip(where[-2:], units(how), strict=True))
     inner = [
         slice(place.start - read.start, place.stop - read.start)
@@ -97,7 +97,7 @@ def _area_of_mxfp4(how: Quantisation, stored: PartSlices, rows: slice, columns: 
 
 
 def _area_of_fp4(how: Quantisation, stored: PartSlices, rows: slice, columns: slice) -> Parts:
-    """Read complete groups of columns, and the scale of the tensor."""
+    """Read complete groups of columns, and the tensor's scale."""
     parts = {part: stored[part][...] for part in stored.keys() - {"packed", "scale"}}
     parts["packed"] = stored["packed"][rows, _shrunk(columns, 2)]
     parts["scale"] = stored["scale"][rows, _shrunk(columns, how.group)]

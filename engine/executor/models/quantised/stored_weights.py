@@ -5,7 +5,8 @@
                layers.0.mlp.up_proj.weight_shape  ┘
                norm.weight ──────────────────────── as it is ─────────────────> norm.weight
 
-The headers of the files have all names, dtypes and shapes.  A tensor that does not fit is refused before any is read.
+The headers of the files have all names, dtypes and shapes.  A tensor that does not fit is refused before any data is
+read.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ PARTS: dict[Format, str] = {
 # Dtypes of the scales of a format's weights, as safetensors names them; other formats: any floating-point dtype, or
 # E8M0.
 SCALES: dict[Format, set[str]] = {"mxfp4": {"U8"}, "fp4": {"F8_E4M3", "U8"}}
-# Scales of activations and of cached keys and values.  They are ignored here: both are computed in the model's dtype.
+# Scales of activations and of cached keys and values.  They are ignored here: activations are in the model's dtype, and
+# kv_scales.py reads the scales of the cache.
 OF_ACTIVATIONS = re.compile(
     r".+[._]((input|output|activation)_(scale|zero_point|global_scale)|[qkv]_(scale|zero_point)|kv_scale)"
 )
@@ -94,7 +96,7 @@ class QuantisedWeight:
     def _read(self, where: Where | None) -> tuple[dict[str, Tensor], Where]:
         """Return the stored tensors of an area, and the position of `where` in the weight that they make."""
         stored = self.parts
-        if self.quantising.kept.get(self.module) == "int4":  # `exact_modules` has checked that g_idx says nothing more
+        if self.quantising.kept.get(self.module) == "int4":  # `exact_modules` has checked that it is trivial
             stored = {part: tensor for part, tensor in stored.items() if part != "g_idx"}
         if where is None:
             return {part: tensor[...] for part, tensor in stored.items()}, ()
@@ -102,7 +104,7 @@ class QuantisedWeight:
 
     def _plain(self, where: Where | None) -> Tensor:
         parts, inner = self._read(where)
-        # A weight that is rounded to 8 or 4 bits here is not rounded to 16 bits first.
+        # A weight that is quantised to 8 or 4 bits here is not rounded to 16 bits first.
         return dequantise(self.how, parts, torch.float32 if self.quantising.kind else self.dtype)[inner]
 
     def _stored(self, where: Where | None) -> Quantised:
@@ -194,7 +196,7 @@ class StoredWeights:
         format.
 
         A shard must consist of complete blocks and groups.  Weights whose groups are not consecutive columns
-        (act-order) are left out, so this reads each g_idx."""
+        (act-order) are excluded, so this reads each g_idx."""
         found: dict[str, Kept] = {}
         for weight, parts in self._weights.items():
             kind = stored_as(self.how, parts, *self._numbers[weight])

@@ -5,7 +5,8 @@
       ──> b: beta = sigmoid(b) ──────────────────────────────┤  S = S + k (beta (v - k^T S))^T       per value head
       ──> z ─────────────────────────────────────────────────┴─ norm(q^T S / sqrt(keys)) * silu(z) ──> out_proj
 
-Families differ only in how their linear layers are divided: the functions that return `Projected` take a GatedDelta.
+Families differ only in how their input projections are grouped into linear layers: one function per family returns
+`Projected`.
 """
 
 from __future__ import annotations

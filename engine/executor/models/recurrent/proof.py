@@ -1,4 +1,4 @@
-"""Proves at load that our modules compute layers with recurrent state as transformers' own forward does.
+"""Proves at load that our modules for layers with recurrent state give the logits of transformers' own forward.
 
 The reference is transformers' forward of a single sequence: its own modules would carry state from one packed sequence
 into the next.  The served modules must give these logits in each way that a step may compute them:
@@ -98,7 +98,7 @@ def prove_recurrent(
         _, caches = fresh()
         packed = step_logits(model, proof, caches, [(0, 0, first), (1, first, first + count)], keep=first)
         if len(packed) != count:
-            raise UnsupportedModel(f"{kind}: computes logits of tokens that were not asked for")
+            raise UnsupportedModel(f"{kind}: computes logits of tokens that were not requested")
         check("packed", packed, proof.logits)
         states, caches = fresh()
         parts = []

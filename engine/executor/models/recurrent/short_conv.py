@@ -1,4 +1,4 @@
-"""The short convolution of LFM2: a gated causal convolution over a few tokens, in place of attention.
+"""The short convolution of LFM2: a gated causal convolution over a few tokens, instead of attention.
 
 x ── in_proj ──> b, c, y        h = conv(b * y), per channel over the newest `taps` tokens        out_proj(c * h)
 """

@@ -1,4 +1,4 @@
-"""Recurrent state: what a layer other than attention keeps of a sequence, with a size independent of the length.
+"""Recurrent state of a sequence in layers without attention; its size does not depend on the sequence's length.
 
     conv[layer]        [places, taps - 1, channels]       dtype of the model    the newest inputs of a convolution
     recurrent[layer]   [places, heads, keys, values]      float32               the state of a linear recurrence
@@ -85,13 +85,14 @@ class States:
         )
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Before a plan computes: save its checkpoints of decoding slots, and set the first state of started slots."""
+        """Before a step computes: save its plan's checkpoints of decoding slots, and set the first state of started
+        slots."""
         self.copy((slot, self._slots + checkpoint) for slot, checkpoint in plan.keep)
         self.copy((self._slots + start.state, start.slot) for start in plan.starts if start.state >= 0)
         self.clear([start.slot for start in plan.starts if start.state < 0])
 
     def end_step(self, plan: StepPlan) -> None:
-        """After a plan has computed: copy the parent's state to each fork."""
+        """After a step has computed: copy the parent's state to each fork of its plan."""
         self.copy((fork.parent, fork.slot) for fork in plan.forks)
 
     def clear(self, places: list[int]) -> None:

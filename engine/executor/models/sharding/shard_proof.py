@@ -1,8 +1,8 @@
-"""Proves, at load, that the shards of a model add up to the unsharded model, because some tables of transformers' are
-wrong.
+"""Proves, at load, that the shards of a model compute the unsharded model: some of transformers' tables are wrong.
 
-A small model is computed twice, in float32: unsharded on every rank, and sharded.  It has the same widths, as few
-layers as have every kind of shard, a small vocabulary and random weights.  The logits must be equal up to rounding.
+A small model is computed twice, in float32: unsharded on every rank, and sharded.  It has the same widths, the fewest
+layers that include every kind of shard, a small vocabulary and random weights.  The logits must be equal up to
+rounding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.engine.executor.models.sharding.sharding import Sharding, fork_rng, p
 from quire.engine.executor.ranks.ranks import Ranks
 
 SMALL_VOCAB = 509  # prime, so that the last rank's logits are padded
-# Maximum difference of logits, as a share of the largest.  Another order of summation gives 1e-5, a wrong shard 0.1.
+# Maximum difference of logits, relative to the largest.  Another order of summation gives 1e-5, a wrong shard 0.1.
 MAX_DRIFT = 1e-3
 
 
@@ -78,7 +78,7 @@ def prove_parts(whole: PreTrainedModel, parts: PreTrainedModel, sharding: Shardi
 
 
 def plan(config: PretrainedConfig, device: torch.device, ranks: Ranks) -> Sharding:
-    """Return what this rank holds of an architecture, proved on a few of its layers; with one rank nothing is sharded.
+    """Return this rank's shards of an architecture, proved on a few of its layers; with one rank nothing is sharded.
 
     device: where the proof is computed.  Raises ModelLoadError (UnsupportedModel)."""
     if ranks.size == 1:

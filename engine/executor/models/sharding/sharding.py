@@ -1,7 +1,7 @@
-"""Gives each rank its shard of a model, from outside: the model's own code knows nothing of ranks.
+"""Gives each rank its shard of a model (tensor parallelism), without changes in the model's own code.
 
-Which layers are sharded, and how, is in a table that transformers has for each architecture (`base_model_tp_plan` of a
-config, `_tp_plan` of a class).  For N ranks and a layer of weight [out, in]:
+transformers has a table of sharded layers for each architecture (`base_model_tp_plan` of a config, `_tp_plan` of a
+class).  Its entries, for N ranks and a layer of weight [out, in]:
 
     colwise                 out / N rows, complete attention heads    each rank has its own outputs
     rowwise                 in / N columns                            all-reduce of the outputs
@@ -10,9 +10,9 @@ config, `_tp_plan` of a class).  For N ranks and a layer of weight [out, in]:
     colwise_gather_output   the head: vocabulary / N rows             all-gather: every rank has all logits
     replicate, replicated_* the complete weight                       -
 
-KV heads are sharded; if there are fewer heads than ranks, N / heads ranks hold the same head.  Other words of the
-table, and architectures without one, are refused by name.  For gpt_oss and gpt2 the tables are here (OWN_TABLES), with
-words of their own, most of them for transposes [.., in, out]:
+KV heads are sharded; if there are fewer heads than ranks, N / heads ranks hold the same head.  Other entries of the
+table, and architectures without a table, are refused by name.  The tables of gpt_oss and gpt2 are here (OWN_TABLES),
+with further entries, mostly for transposed weights [.., in, out]:
 
     columns     out / N columns, or as much of a bias             rows    in / N rows
     pairs       out / N columns of interleaved gate and up        heads   one value per attention head
@@ -44,7 +44,7 @@ from quire.engine.executor.ranks.ranks import Ranks
 
 OPTION = "--tensor-parallel"
 WHOLE = {"replicate", "replicated_with_grad_allreduce"}
-# Some versions of transformers divide embeddings; here every rank has all of them.
+# Some versions of transformers shard embeddings; here every rank has them unsharded.
 DIVIDED_EMBEDDING = "embedding_rowwise"
 # Experts may be stored one by one: stored weight of one expert -> parameter of all experts, which transformers joins.
 STORED_EXPERT = re.compile(r"(?P<layer>.*\blayers\.\d+\.).*\bexperts\.\d+\.(?P<part>\w+)\.weight")
@@ -80,7 +80,7 @@ OWN_TABLES = {
     },
 }
 OWN_HEAD = {"lm_head": "colwise_gather_output"}  # head for tables of ours, if transformers' class has no entry for it
-# Words of our tables -> dimension that is sharded, unit of its size, number of equal parts that are sharded separately.
+# Entries of our tables -> sharded dimension, unit of its size, number of equal parts that are sharded separately.
 EVEN = {"heads": (-1, 1, 1), "columns": (-1, 1, 1), "pairs": (-1, 2, 1), "thirds": (-1, 1, 3), "rows": (-2, 1, 1)}
 SUMS = {"moe_tp_experts", "sum"}
 
@@ -122,7 +122,7 @@ class Gathered:
         return False
 
     def add_and_norm(self, x: Tensor, part: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("columns that are gathered are added to nothing")
+        raise NotImplementedError("the output of a gathered layer cannot be added before the gather")
 
 
 @dataclass
@@ -133,12 +133,12 @@ class Sharding:
     summed: list[str] = field(default_factory=list)  # modules with an all-reduce
     of_first: list[str] = field(default_factory=list)  # parameters that only rank 0 adds
     split_sizes: dict[str, int] = field(default_factory=dict)  # module -> value of its attribute `split_size`
-    gathered: str = ""  # the head, if it is sharded; empty: every rank has all of it
+    gathered: str = ""  # path of the LM head, if it is sharded; empty: every rank has all of it
     vocab_size: int = 0
 
     @property
     def divided_rows(self) -> set[str]:
-        """The modules of whose weight [out, in] each rank has some columns."""
+        """Modules whose weight [out, in] is sharded by columns."""
         return {
             name.removesuffix(".weight")
             for name, cut in self.cuts.items()
@@ -188,7 +188,7 @@ class Sharding:
 
 
 def divide(size: int, ranks: Ranks, *, halves: int = 1, padded: bool = False) -> Cut:
-    """Return a rank's rows of `size`, which the number of ranks divides unless `padded`."""
+    """Return a rank's range of `size` rows, which must be a multiple of the number of ranks unless `padded`."""
     share = -(-size // halves // ranks.size)
     first = min(ranks.rank * share, size)
     end = min(first + share, size // halves)
@@ -196,10 +196,10 @@ def divide(size: int, ranks: Ranks, *, halves: int = 1, padded: bool = False) ->
 
 
 def plan_shards(model: PreTrainedModel, ranks: Ranks) -> Sharding:
-    """Return what this rank holds of an architecture.
+    """Return this rank's shards of an architecture.
 
-    model: unsharded, on the meta device.  Raises UnsupportedModel for a table that is not followed here,
-    and ModelLoadError if the sizes of the model are not divisible."""
+    model: unsharded, on the meta device.  Raises UnsupportedModel for a table with unsupported entries, and
+    ModelLoadError if the sizes of the model are not divisible."""
     kind, text = model.config.model_type, model.config.get_text_config()
     own = OWN_TABLES.get(text.model_type)
     if not (table := own or getattr(text, "base_model_tp_plan", None)):
@@ -246,7 +246,7 @@ def check_heads(kind: str, text: PretrainedConfig, size: int) -> None:
 
 
 def _place(sharding: Sharding, model: PreTrainedModel, path: str, style: str, ranks: Ranks) -> None:
-    """Note what a rank holds of a module, and its collective."""
+    """Record a rank's shard of a module, and its collective."""
     module, kind = model.get_submodule(path), model.config.model_type
     if style in WHOLE or (style == DIVIDED_EMBEDDING and isinstance(module, nn.Embedding)):
         return
@@ -315,7 +315,7 @@ def _cut_experts(kind: str, path: str, parameter: nn.Parameter, style: str, rank
 
 
 def _cut_evenly(kind: str, path: str, parameter: nn.Parameter, style: str, ranks: Ranks) -> Cut:
-    """Return a rank's shard of a parameter, by a word of OWN_TABLES."""
+    """Return a rank's shard of a parameter, by an entry of OWN_TABLES."""
     dim, unit, parts = EVEN[style]
     size = parameter.shape[dim]
     check_width(kind, path, size, unit * parts * ranks.size)
@@ -344,10 +344,10 @@ def shard_class(model: type[PreTrainedModel], sharding: Sharding) -> type[PreTra
 
 
 def stored_cuts(kind: str, sharding: Sharding, stored: Iterable[str], prefix: str) -> dict[str, Cut]:
-    """Return what this rank reads of the tensors that hold sharded parameters.
+    """Return this rank's cuts of the stored tensors that hold sharded parameters.
 
-    stored: names of all tensors.  prefix: begins names in the model, and may be missing in names of tensors.
-    Raises UnsupportedModel for a divided parameter that none of the tensors holds."""
+    stored: names of all tensors.  prefix: beginning of the model's names, which names in the files may lack.  Raises
+    UnsupportedModel for a divided parameter that none of the tensors holds."""
     found, left = {}, set(sharding.cuts)
     for name in stored:
         for own in (name, f"{prefix}.{name}", _experts_of(name, sharding)):

@@ -1,7 +1,7 @@
 """The built-in checkpoint: llama shape, seeded random weights, a real byte-level BPE tokenizer.
 
-Its text makes no sense, but it is a checkpoint like any other: config, safetensors, tokenizer, chat template.  It is
-made in seconds from files of the machine.  Tests use it, and `quire serve` if the demo model cannot be fetched:
+Its answers are random words, but it is a checkpoint like any other: config, safetensors, tokenizer, chat template.  It
+is made in seconds without a download.  Tests use it, and `quire serve` if the demo model cannot be fetched:
 
     python -m quire.engine.executor.models.sources.builtin [DIRECTORY]     makes it if absent, prints its directory
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 NAME = "quire-builtin"
-VERSION = 1  # part of the directory's name: raise it when what is made here changes
+VERSION = 1  # part of the directory's name: raise it when the checkpoint changes
 VOCAB = 4096
 CORPUS_BYTES = 4 << 20  # bytes of the standard library's sources: enough for the vocabulary, trained in a second or two
 BOS, EOS, TURN = "<|begin|>", "<|end|>", "<|turn|>"
@@ -103,7 +103,8 @@ def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, 
 
 
 def builtin(directory: Path | None = None) -> Path:
-    """Return the directory of the built-in checkpoint, made on first use.  Equal for equal Python and torch versions.
+    """Return the directory of the built-in checkpoint, made on first use.  Its content is equal for equal Python and
+    torch versions.
 
     Raises ModelLoadError when it cannot be written."""
     directory = directory or cache_directory() / f"{NAME}-{VERSION}"
@@ -112,7 +113,7 @@ def builtin(directory: Path | None = None) -> Path:
             _make(directory)
         except ModuleNotFoundError as error:
             raise ModelLoadError(
-                f"the built-in model is made with {error.name}: pip install 'quire[engine]'"
+                f"making the built-in model needs {error.name}: pip install 'quire[engine]'"
             ) from error
         except OSError as error:
             raise ModelLoadError(describe_failure("the built-in model", directory.parent, error)) from error

@@ -55,7 +55,7 @@ def convert(file: Path, directory: Path, advance: Callable[[int], object]) -> No
         bos_token_id=described.bos_token_id,
         eos_token_id=described.eos_token_id,
         pad_token_id=described.pad_token_id,
-        # Settings recommended by the model's makers.  At temperature 1 a model of this size loses its thread.
+        # Settings recommended by the model's authors.  At temperature 1 a model of this size becomes incoherent.
         do_sample=True,
         temperature=0.2,
         top_p=0.9,

