@@ -70,7 +70,7 @@ def string_of(text: str) -> str | None:
 def arguments_of(text: str) -> str | None:
     """Return a call's arguments, a JSON object, as the model wrote it; "": no arguments; None: not an object.
 
-    Arguments that are a string with an object in it are unwrapped and repaired."""
+    Arguments that are a string with an object in it are unwrapped and repaired, a list with one object is unwrapped."""
     text = text.strip()
     if text in ("", "null") or NO_ITEMS.fullmatch(text):  # PHP encodes an empty object as a list
         return ""
@@ -78,6 +78,9 @@ def arguments_of(text: str) -> str | None:
         if not within.strip():
             return ""
         text = repaired(without_surrogates(within)) or ""
+    elements = _elements(text) or []
+    if len(elements) == 1:  # an object, or a list with one object
+        text = elements[0]
     return text if text.lstrip().startswith("{") else None
 
 

@@ -69,8 +69,7 @@ class JsonCalls:
             return at, Status.MORE if not end else self._end(end, closed=False)
         named = bool(self._context.name) and not self._notation.inner
         again = not self._first and not named and (self._context.parallel or self._notation.bare == "closed")
-        begins = text[at] == "{" or (text[at] == "[" and not named)
-        if begins and (self._first or again):
+        if text[at] in "{[" and (self._first or again):
             return self._begin(text, at)
         if self._first or self._notation.bare == "closed":
             return at, Status.BROKEN
@@ -78,7 +77,8 @@ class JsonCalls:
 
     def _begin(self, text: str, at: int) -> tuple[int, Status | None]:
         first, self._first = self._first, False
-        whole = text[at] == "[" or self._notation.keyed
+        named = bool(self._context.name) and not self._notation.inner
+        whole = (text[at] == "[" and not named) or self._notation.keyed
         self._value = _JsonList(self._context) if whole else _JsonCall(self._context)
         if first or self._notation.bare == "closed":
             return at, None
@@ -240,7 +240,8 @@ class _JsonCall:
             if self.committed:
                 self.parts.append((None, piece))
                 return
-            self._arguments.append(piece)
+            if piece := piece if self._arguments else piece.lstrip():
+                self._arguments.append(piece)
             self._try_commit()
 
     def _try_commit(self) -> None:
@@ -248,7 +249,7 @@ class _JsonCall:
         known = self._filled if self._complete else self._json.pairs > self._pairs
         if not self._name or not known or self._notation.bare == "closed":
             return
-        if self._arguments and "".join(self._arguments[:2]).lstrip().startswith("{"):
+        if self._arguments and self._arguments[0].startswith("{"):
             self._commit("".join(self._arguments))
 
     def _commit(self, arguments: str) -> None:

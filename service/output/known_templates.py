@@ -25,13 +25,30 @@ class _Data(msgspec.Struct, forbid_unknown_fields=True):
     """Content of `response_templates.json`."""
 
     chat_templates: list[_Known]  # a matching digest counts first, then the first entry whose texts match
+    call_notations: dict[str, dict[str, Any]]  # notations of several families, which `like` names
     response_templates: dict[str, dict[str, Any]]
 
 
 @cache
 def known() -> _Data:
-    """Return the content of the data file."""
-    return msgspec.json.decode(DATA.read_bytes(), type=_Data)
+    """Return the content of the data file, with the notations of several families inserted."""
+    data = msgspec.json.decode(DATA.read_bytes(), type=_Data)
+    for template in data.response_templates.values():
+        for field in template["fields"].values():
+            parts = {key: field.pop(key) for key in ("mark", "rest") if key in field}
+            if "also" in field:
+                field["also"] = [_filled(one, data.call_notations, parts) for one in field["also"]]
+    return data
+
+
+def _filled(notation: dict[str, Any], shared: dict[str, dict[str, Any]], parts: dict[str, str]) -> dict[str, Any]:
+    """Return a notation with the keys of the one that it is `like`, and with {mark} and {rest} filled in."""
+    own = {key: value for key, value in notation.items() if key != "like"}
+    whole = {**shared[notation["like"]], **own} if "like" in notation else own
+    opens = whole.get("open_pattern", "")
+    for key, text in parts.items():
+        opens = opens.replace(f"{{{key}}}", text)
+    return whole | ({"open_pattern": opens} if opens else {})
 
 
 def digest(chat_template: str) -> str:

@@ -3,6 +3,7 @@
 <parameter=(?P<key>[^>\\n]+)>            -> <parameter=
 \\n?</parameter>                         -> </parameter>; leading white space is left out
 </function>(?:\\s*</call>)?|</call>      -> </function>, </call>
+</?calls>|<(?:a|b)>                     -> <calls>, </calls>, <a>, <b>
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from collections.abc import Iterable, Iterator
 _SPACE = re.compile(r"(?:\\[snrt]|[ \n\t]|\[(?:\\[snrt]|[ \n\t])+\])(?:[*+?]\??)?")
 _LITERAL = re.compile(r"\\(\W)|([^\\.^$*+?{}\[\]|()])", re.DOTALL)
 _REPEAT = re.compile(r"[*?]|\{0?,")  # quantifiers that allow zero repetitions
+_QUANTIFIER = re.compile(r"(?:[*+?]|\{[\d,]+\})[+?]?")
+MOST = 64  # maximum number of beginnings of one branch that alternatives within it may produce
 _GROUP = re.compile(r"\((?:\?:|\?P<\w+>|(?!\?))")
 
 
 def beginnings(pattern: str) -> list[str]:
     """Return the fixed beginnings of a pattern's matches, with "" if a match may begin with any text."""
-    return list(dict.fromkeys(found for branch in _branches(pattern) for found in _of_branch(branch)))
+    return list(dict.fromkeys(text for text, _ in _of_branches(pattern)))
 
 
 def fixed(patterns: Iterable[str], least: int = 3) -> list[str]:
@@ -70,20 +73,37 @@ def _after(pattern: str, at: int) -> int:
     return at + 1
 
 
-def _of_branch(branch: str) -> Iterator[str]:
-    while (space := _SPACE.match(branch)) is not None:
+def _of_branch(branch: str, *, first: bool = True) -> list[tuple[str, bool]]:
+    """Return the beginnings of a branch's matches, each with whether it is a complete match.
+
+    `first`: nothing precedes the branch, so white space at its beginning is left out."""
+    while first and (space := _SPACE.match(branch)) is not None:
         branch = branch[space.end() :]
-    if (group := _GROUP.match(branch)) is not None:
-        end = _after(branch, 0)
-        inner, rest = branch[group.end() : end - 1], branch[end:]
-        yield from beginnings(inner)
-        if (repeat := _REPEAT.match(rest)) is not None:
-            yield from _of_branch(rest[repeat.end() :])
-        return
-    text, at = "", 0
-    while (literal := _LITERAL.match(branch, at)) is not None:
-        if _REPEAT.match(branch, literal.end()):
+    done, texts, at = list[str](), [""], 0
+    while at < len(branch):
+        group, literal = _GROUP.match(branch, at), _LITERAL.match(branch, at)
+        if group is not None:
+            at = _after(branch, at)
+            parts = _of_branches(branch[group.end() : at - 1], first=first and texts == [""])
+        elif literal is not None:
+            at, parts = literal.end(), [(literal[1] or literal[2], True)]
+        else:
             break
-        text += literal[1] or literal[2]
-        at = literal.end()
-    yield text
+        repeat = _QUANTIFIER.match(branch, at)
+        at = repeat.end() if repeat is not None else at
+        often = repeat is not None and repeat[0][0] != "?"
+        skips = repeat is not None and _REPEAT.match(repeat[0]) is not None
+        done += [text + part for text in texts for part, whole in parts if often or not whole]
+        texts = [
+            *(texts if skips else []),
+            *(text + part for text in texts for part, whole in parts if whole and not often),
+        ]
+        if not texts or len(texts) + len(done) > MOST:
+            break
+    else:
+        return [*((text, False) for text in done), *((text, True) for text in texts)]
+    return [(text, False) for text in [*done, *texts]]
+
+
+def _of_branches(pattern: str, *, first: bool = True) -> list[tuple[str, bool]]:
+    return [found for branch in _branches(pattern) for found in _of_branch(branch, first=first)]

@@ -15,6 +15,8 @@ The data file `response_templates.json` extends transformers' schema.  Additiona
                    groups: `closes` ("/" of a closing tag), `key` (name), `bare` (name in a closing tag without marker)
     hides_markers  a call that cannot be read becomes content without its opening marker
     content        additionally "python"
+    like           in `also`: name of a notation in `call_notations`, whose keys this one inherits.  In its pattern,
+                   {mark} and {rest} are those keys of the field: the opening marker, and what follows it
     example        calls in the family's notation, for chat templates that show none (`call_form.py`)
     call_id        form of call ids, such as "functions.{name}:{index}"
 
@@ -170,6 +172,9 @@ def _notations(described: dict[str, Any], name: str) -> Iterator[Notation]:
             if key in one or f"{key}_pattern" in one:
                 whole.pop(key, None)
                 whole.pop(f"{key}_pattern", None)
+        if one.get("content", base.get("content")) != base.get("content"):
+            for key in ("content_args", "argument", "tag"):
+                whole.pop(key, None)
         if one:
             for key in ("alone", "bare", "keyed", "hides_markers"):
                 whole.pop(key, None)
@@ -263,6 +268,15 @@ def marker_texts(described: dict[str, Any]) -> list[str]:
 def text_of_calls(described: dict[str, Any], key: str) -> str:
     """Return the value of an additional key (`example`, `call_id`) of the field of calls; "" without it."""
     return next((field[key] for field in described["fields"].values() if key in field), "")
+
+
+def free_patterns(template: Template, described: dict[str, Any]) -> tuple[str, ...]:
+    """Return the patterns of markers that may stand in an answer anywhere: all but those of calls and reasoning.
+
+    Markers of reasoning are among them if there is no single pair of them."""
+    fields = template.fields if reasoning_texts(described) is None else []
+    anchors = [*template.drop, *(anchor for field in fields for anchor in (field.open, field.close) if anchor)]
+    return tuple(anchor.pattern.pattern for anchor in anchors)
 
 
 def reasoning_texts(described: dict[str, Any]) -> tuple[str, str] | None:

@@ -29,7 +29,14 @@ from quire.service.output.call_readers import READERS
 from quire.service.output.calls import CallPart, CallReader, Context, End, Status
 from quire.service.output.known_templates import digest, known, name_of
 from quire.service.output.markers import Marker, Markers, Match
-from quire.service.output.notations import Notation, compiled, marker_texts, reasoning_texts, text_of_calls
+from quire.service.output.notations import (
+    Notation,
+    compiled,
+    free_patterns,
+    marker_texts,
+    reasoning_texts,
+    text_of_calls,
+)
 from quire.service.output.part_writer import BETWEEN_CALLS, CallDelta, Part, PartWriter, TextDelta, split
 from quire.service.output.watches import Watches
 
@@ -64,8 +71,8 @@ class ResponseTemplate:
         self.nests = any(one.body == "nested" for one in template.notations)
         self.casts = self.has_calls  # the reader needs the names of functions and the types of arguments
         self.notations = template.notations
-        self.opening_patterns = [notation.open.pattern.pattern for notation in template.notations]
         self.dropped_patterns = [anchor.pattern.pattern for anchor in template.drop]
+        self.free_patterns = free_patterns(template, described)
         self.example = text_of_calls(described, "example")
         self.reasoning_markers = reasoning_texts(described)
         self._markers = marker_texts(described)
@@ -117,6 +124,8 @@ class RegionReader:
         self._draft: list[str] | None = None  # text of calls within the reasoning
         self._drafted: list[CallPart] = []  # parts of these calls
         self.push(reading.opening)
+        if self._at == len(self._text):
+            self._begin_line()
         self.out.start_answer()
         self.ended = False
 
@@ -222,7 +231,13 @@ class RegionReader:
         if self._at == upto:
             self._zero = upto
         self._enter(match)
+        if self._call is None and self.out.field is None and self._draft is None and self._at > upto:
+            self._begin_line()
         return True
+
+    def _begin_line(self) -> None:
+        r"""Forget the text before the present position, so that `\A` of a marker's pattern matches here."""
+        self._text, self._at, self._zero, self._clear = self._text[self._at :], 0, -1, 0
 
     def _accepts(self, match: Match) -> bool:
         """Return whether a match counts as a marker in the present state."""
@@ -301,6 +316,7 @@ class RegionReader:
     def _end_call(self) -> None:
         self._call, self._raw, self._broken = None, None, False
         self.out.end_call()
+        self._begin_line()
         self.ended = self.out.calls > 0 and not self._parallel
 
     def _break_call(self) -> None:

@@ -22,7 +22,9 @@ class Watches:
         self.template, self.notations = template, template.notations if calls else []
         drop = [_marker("drop", anchor) for anchor in template.drop]
         regions = [_marker("region", field.open, field) for field in template.fields]
-        calling = [Marker("call", _in_fence(one.open), one, one.open.grows) for one in self.notations]
+        # Of matches of equal length the first counts, so the general notation of a family comes last.
+        every = self.notations[::-1]
+        calling = [Marker("call", _in_fence(one.open), one, one.open.grows) for one in every]
         fence = [Marker("fence", regex.compile(r"```\s*"))] if calling else []
         dropped = [Marker("drop", _in_fence(one), grows=one.grows) for one in template.drop] if calling else drop
         stray = [
@@ -37,7 +39,7 @@ class Watches:
             if field.kind == "reasoning" and field.close is not None
         ]
         self.outside = Markers([*calling, *regions, *dropped, *stray, *closed, *fence])
-        marked = [_marker("call", one.open, one) for one in self.notations if not one.bare]
+        marked = [_marker("call", one.open, one) for one in every if not one.bare]
         self.drafts = Markers([*marked, *drop, *stray])
         self.within: dict[Field, Markers] = {}
         self.closing: dict[Field, Markers] = {}

@@ -79,7 +79,7 @@ def _with_calls(
     if form is None or reading is None:
         raise unsupported(field, f"{NO_FORM}, so it is not served together with tools")
     if reading.opening and form.head.startswith(reading.opening):  # the prompt has already written a part of `head`
-        form = msgspec.structs.replace(form, head=form.head[len(reading.opening) :], marker="")
+        form = msgspec.structs.replace(form, head=form.head[len(reading.opening) :])
         if not options.demanded and asked is None:
             raise unsupported(field, "the prompt begins the call, so arguments are not held to their schema")
     if asked is not None and asked.kind != "json":

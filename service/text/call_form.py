@@ -20,9 +20,10 @@ import msgspec
 from quire.service.api.history import for_template
 from quire.service.chat_templates.template_probe import Dialect
 from quire.service.output.argument_types import reduced
-from quire.service.output.marker_beginnings import beginnings, fixed, required, shared_beginning
+from quire.service.output.marker_beginnings import beginnings, shared_beginning
 from quire.service.output.notations import Notation
 from quire.service.output.regions import Reading, ResponseTemplate
+from quire.service.text.call_beginnings import CallBeginnings, beginnings_of_calls
 
 NAME = "quireprobename"
 KEYS = ("quireprobekeya", "quireprobekeyb", "quireprobekeyc", "quireprobekeyd")
@@ -81,11 +82,9 @@ class CallForm(msgspec.Struct, frozen=True):
     middle: str
     tail: str
     between: str | None  # None: at most one call per answer
-    marker: str  # beginning of `head` by which the parser recognises a call; free text must not contain it; or ""
+    begin: CallBeginnings  # the texts that begin a call, which free text must not contain
     reasoning: tuple[str, str] | None = None  # opening and closing marker of reasoning
     tags: TagForm | None = None  # notation of single arguments; None: arguments are one JSON object
-    others: tuple[str, ...] = ()  # beginnings of calls in the family's other notations
-    barred: str = ""  # regex of all beginnings of a call, if `marker` is plain JSON or prose; "": only `marker` is
     goes_on: bool = False  # a JSON object or list that follows a call, after brackets and commas, is a call, too
 
 
@@ -208,41 +207,19 @@ def _json_form(shown: _Shown) -> CallForm | None:
 def _form(
     responses: ResponseTemplate, head: str, middle: str, tail: str, between: str | None, tags: TagForm | None = None
 ) -> CallForm:
-    calls = [text for text in fixed(responses.opening_patterns) if not text[0].isalnum()]
-    drops = [text for text in fixed(responses.dropped_patterns) if not text[0].isalnum()]
     begun = head.lstrip()
-    marker = max((text for text in calls + drops if begun.startswith(text)), key=len, default="")
-    barred, whole = "", f"{begun}{NAME}{middle}{{"
+    whole = f"{begun}{NAME}{middle}{{"
     own = next((notation for notation in responses.notations if notation.open.pattern.search(whole)), None)
-    if not marker:
-        marker, barred = _trigger(responses, begun)
     return CallForm(
         head,
         middle,
         tail,
         between,
-        marker,
+        beginnings_of_calls(responses, begun),
         responses.reasoning_markers,
         tags,
-        tuple(text for text in calls if text != marker),
-        barred,
         goes_on=own is not None and own.body == "json" and own.close is None and not own.captured,
     )
-
-
-def _trigger(responses: ResponseTemplate, head: str) -> tuple[str, str]:
-    """Return the shortest beginning of `head` that the parser takes for a call, and a regex of all such beginnings.
-
-    ("", "") if there is none, or if the regex would need lookaround other than (?=...)."""
-    for notation in responses.notations:
-        pattern = notation.open.pattern
-        barred = required(re.sub(r"\(\?(?:=|P<\w+>)", "(?:", pattern.pattern))
-        if re.search(r"\(\?(?!:)", barred):
-            continue
-        for end in range(1, len(head) + 1):
-            if pattern.match(head[:end]):
-                return head[:end], barred
-    return "", ""
 
 
 # ------------------------------------------------------------------------------------------------ arguments one by one

@@ -8,14 +8,14 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from quire.service.api.tools import ChatOptions
 from quire.service.common.refusal import Refusal
-from quire.service.grammar.grammar import ANY_OBJECT, ANY_TEXT, SPACES, CallRules, Constraint, Parameters
+from quire.service.grammar.grammar import ANY_OBJECT, SPACES, CallRules, Constraint, Parameters
 from quire.service.text.call_form import CallForm
+from quire.service.text.free_text import FreeText
 from quire.service.text.lark_text import LarkText
 from quire.service.text.tag_grammar import Argument, Named, Parts, ToolRules, arguments_of
 from quire.service.text.thinking_budget import quoted as quoted_marker
@@ -47,7 +47,7 @@ def call_rules(
 
     Raises Refusal for a tool whose arguments cannot be written in the model's notation, and if calls may follow text
     but no marker shows where a call begins."""
-    if not (options.demanded or answer is not None or form.marker):
+    if not (options.demanded or answer is not None or form.begin.marker):
         field = options.strict or "tools"
         message = f"{field}: with tool_choice auto, text in the model's notation does not show where a call begins"
         raise Refusal(400, "unsupported", message, param=field)
@@ -109,7 +109,7 @@ def lark(
 
     special   text -> id of special tokens that the form may contain; others are treated as plain text
     demanded  the answer must be calls, after optional reasoning; else calls may stand anywhere in a text, which needs
-              `form.marker`
+              `form.begin.marker`
     answer    without `demanded`: the answer must be either @answer or calls
     budget    maximum number of reasoning tokens"""
     quoted = LarkText(special)
@@ -135,29 +135,17 @@ def lark(
     elif answer:
         start = f"{thought} (@answer | {made})"
     else:
+        marker, free = form.begin.marker, FreeText(form.begin, [tool.name for tool in tools], special, quoted)
         opens = max((one for one in special if bare.startswith(one)), key=len, default="")
-        if not opens.startswith(form.marker) and not (opens and form.marker.startswith(opens)):
-            opens = form.marker
-        texts = form.others if form.barred else (form.marker, *form.others)
-        begins = "|".join(one.replace("/", "\\/") for one in [*filter(None, [form.barred]), *map(re.escape, texts)])
+        if not opens.startswith(marker) and not (opens and marker.startswith(opens)):
+            opens = marker
         rest = f"{quoted(bare.removeprefix(opens))} {calls} {quoted(form.tail)}"
-        text = f"{ANY_TEXT} & ~/(?s:.*)({begins})(?s:.*)/"
-        rules += _free_text("TEXT", text, opens, opens in special, quoted)
-        again = "TEXT"
+        text, before = free.of("TEXT", opens)
         if form.goes_on:
-            again = "LATER"
-            rules += _free_text(again, f"{text} & {NO_CALL}", opens, opens in special, quoted)
-        if again == "TEXT":
-            start = f"{thought} (before_text {rest}){'*' if parallel else '?'} TEXT"
+            last, again = free.of("LATER", opens, f" & {NO_CALL}")
+            more = f"({again} {rest})*" if parallel else ""
+            start = f"{thought} ({text} | {before} {rest} {more} {last})"
         else:
-            more = f"(before_later {rest})*" if parallel else ""
-            start = f"{thought} (TEXT | before_text {rest} {more} LATER)"
+            start = f"{thought} ({before} {rest}){'*' if parallel else '?'} {text}"
+        rules += free.rules
     return "\n".join([f"start: {start}", *rules]) + "\n"
-
-
-def _free_text(name: str, text: str, marker: str, special: bool, quoted: LarkText) -> list[str]:
-    """Return the terminal `name` for free text, and the rule `before_{name}` for this text followed by `marker`."""
-    rules, before = [f"{name}: {text}"], f"before_{name.lower()}"
-    if special:
-        return [*rules, f"{before}: {name} {quoted(marker)}"]
-    return [*rules, f"{before}: B_{name}", f"B_{name}: ({name}) {quoted(marker)}"]

@@ -129,7 +129,7 @@ class ChatTemplate:
             raise unsupported("tools", "no response template is known for this model, so its calls cannot be read")
         if options.demanded and self.call_form is None:
             raise unsupported("tool_choice", f"{why_no_form(self.responses)}, so only 'none' and 'auto' are served")
-        if options.strict and not options.demanded and (self.call_form is None or not self.call_form.marker):
+        if options.strict and not options.demanded and (self.call_form is None or not self.call_form.begin.marker):
             reason = f"{why_no_form(self.responses)}, so arguments are not held to their schema"
             raise unsupported(options.strict, reason)
         if options.documents and "documents" not in names_in(self.text):

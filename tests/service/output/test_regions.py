@@ -613,7 +613,7 @@ def test_text_in_which_no_marker_can_begin_is_not_searched(name: str, monkeypatc
     monkeypatch.setattr(Markers, "next", count)
     words = [f" word{at}" for at in range(2000)]  # no f: phi4-mini has a marker that begins with it
     assert read(name, words).content.strip() == "".join(words).strip()
-    assert len([text for text in searched if text]) == 1  # at the beginning of the answer
+    assert len([text for text in searched if text]) <= 2  # until the first word turns out to be no name of a call
     searched.clear()
     opening, rest = "<tool_call>", [f'"{at}", ' for at in range(500)]
     if name == "hermes":

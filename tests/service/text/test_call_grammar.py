@@ -100,7 +100,7 @@ MODELS: dict[str, tuple[str, str, tuple[str, str, str | None, str, str]]] = {
         "{{ m.tool_calls[0].function.name }}<|channel|>commentary json<|message|>"
         "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>{% else %}<|message|>{{ m.content }}<|end|>"
         "{% endif %}{% endfor %}",
-        (" to=functions.", "<|channel|>commentary json<|message|>", None, "<|call|>", ""),
+        (" to=functions.", "<|channel|>commentary json<|message|>", None, "<|call|>", "to=functions."),
     ),
     "deepseek": (
         "deepseek-v3.1",
@@ -134,7 +134,7 @@ FORMS = {name: form(name) for name in MODELS}
 def test_the_chat_template_shows_how_its_model_writes_calls(name: str) -> None:
     found, _ = FORMS[name]
     assert found is not None
-    assert (found.head, found.middle, found.between, found.tail, found.marker) == MODELS[name][2]
+    assert (found.head, found.middle, found.between, found.tail, found.begin.marker) == MODELS[name][2]
 
 
 def test_arguments_between_tags_have_a_form_of_their_own() -> None:
@@ -271,5 +271,5 @@ def test_special_tokens_are_named_by_their_ids() -> None:
     found, _ = FORMS["mistral with ids"]
     assert found is not None
     made = call_rules(found, ChatOptions(tools=TOOLS), {"[TOOL_CALLS]": 259}, "", None)
-    assert "before_text: TEXT <[259]>" in made.grammar
+    assert "TEXT <[259]>" in made.grammar
     assert "<[" not in made.plain

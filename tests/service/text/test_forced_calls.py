@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from functools import cache
 from typing import Any
 
 import jsonschema
+import llguidance
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from quire.service.api.tools import ChatOptions
 from quire.service.common.refusal import Refusal
@@ -110,7 +112,18 @@ def demanding(name: str, wanted: tuple[str, ...], parallel: bool) -> str:
 def words_of(name: str) -> list[str]:
     form, responses = form_of(name)
     tags = form.tags
-    texts = [form.tail, form.between or "", form.marker, *form.others, '"', '"}', "1", "null", "<![CDATA[", "]]>"]
+    texts = [
+        form.tail,
+        form.between or "",
+        form.begin.marker,
+        *form.begin.texts,
+        '"',
+        '"}',
+        "1",
+        "null",
+        "<![CDATA[",
+        "]]>",
+    ]
     if tags is not None:
         texts += [*tags.text, *tags.value, tags.last, tags.between, *tags.barred, tags.text[1] + tags.last]
     patterns = [notation.open.pattern.pattern for notation in responses.notations]
@@ -231,15 +244,16 @@ def test_a_demanded_call_follows_the_reasoning(name: str, reasoning: Reasoning) 
     assert [one.name for one in calls if one.name] == ["now"]
 
 
-STRICT = [name for name in NOTATIONS if form_of(name)[0].marker]
+STRICT = [name for name in NOTATIONS if form_of(name)[0].begin.marker]
 
 
 def test_strict_calls_of_an_answer_that_may_be_text_need_a_marker() -> None:
-    without = {"harmony", "kimi-k3", "muse"}
-    assert set(NOTATIONS) - set(STRICT) == without
-    for name in without:
-        with pytest.raises(Refusal, match=r"^tools\[0\]\.function\.strict: "):
-            compiled(name, strict="tools[0].function.strict")
+    assert [*NOTATIONS] == STRICT
+    form = form_of("hermes")[0]
+    hidden = msgspec.structs.replace(form, begin=form.begin._replace(marker=""))
+    options = ChatOptions(tools=TOOLS, strict="tools[0].function.strict")
+    with pytest.raises(Refusal, match=r"^tools\[0\]\.function\.strict: "):
+        call_rules(hidden, options, {}, "", None)
 
 
 @pytest.mark.parametrize("name", STRICT)
@@ -256,8 +270,8 @@ def test_strict_arguments_hold_where_the_model_decides_to_call(name: str) -> Non
     for wrong in (
         text.replace("weather", "rain"),
         text.replace("city", "town"),
-        f"{form.marker} and",
-        f"{call}{form.marker}",
+        f"{form.begin.marker} and",
+        f"{call}{form.begin.marker}",
     ):
         assert not accepts(grammar, wrong), wrong
     [(called, arguments)] = read(responses, text, READING)[2]
@@ -265,7 +279,9 @@ def test_strict_arguments_hold_where_the_model_decides_to_call(name: str) -> Non
     fits(called, arguments)
 
 
-@pytest.mark.parametrize("name", [name for name in STRICT if form_of(name)[0].barred or form_of(name)[0].goes_on])
+@pytest.mark.parametrize(
+    "name", [name for name in STRICT if form_of(name)[0].begin.patterns or form_of(name)[0].goes_on]
+)
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_no_call_in_a_free_text_escapes_its_schema_where_no_marker_closes_calls(name: str, seed: int) -> None:
@@ -334,3 +350,89 @@ def test_markers_within_json_between_tags_are_text(name: str) -> None:
         text = f"{form.head}set{tags.first}{each}{tags.last}{form.tail}"
         content, _, calls = read(responses, text, READING)
         assert (content.strip(), calls) == ("", [("set", {"at": value, "factor": 1.5})]), text
+
+
+class _Marked:
+    """A vocabulary of bytes and of special tokens, as llguidance reads it."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    unk_token_id = None
+
+    def __init__(self, special: list[str]) -> None:
+        self.ids = {text: 257 + at for at, text in enumerate(special)}
+        self.special_token_ids = [256, *self.ids.values()]
+        texts = [text.encode() for text in special]
+        self.tokens = [*(bytes([byte]) for byte in range(256)), b"\xff<eos>", *(b"\xff" + text for text in texts)]
+        self.n_vocab = len(self.tokens)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return [*(text.encode() if isinstance(text, str) else text)]
+
+    def encoded(self, text: str) -> list[int]:
+        found: list[int] = []
+        for part in re.split("(" + "|".join(map(re.escape, self.ids)) + ")", text):
+            found += [self.ids[part]] if part in self.ids else part.encode()
+        return found
+
+
+# special tokens of a family, answers that a strict request allows, and answers that it does not
+MARKED: dict[str, tuple[list[str], list[str], list[str]]] = {
+    "harmony": (
+        ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>"],
+        [
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>A goto=1 is it.",
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=functions.weather<|channel|>commentary json"
+            '<|message|>{"city": "Paris"}<|call|>',
+            '<|channel|>commentary to=functions.weather<|channel|>commentary json<|message|>{"city": "Rome"}<|call|>',
+        ],
+        [
+            " to=functions.rain<|channel|>commentary json<|message|>{}<|call|>",
+            ' to=functions.weather<|channel|>commentary json<|message|>{"city": "x"}<|call|>',
+            '<|channel|>commentary to=weather<|message|>{"city": "x"}<|call|>',
+        ],
+    ),
+    "kimi-k3": (
+        ["<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"],
+        [
+            "<|open|>response<|sep|>The tools call.<|close|>response<|sep|>",
+            '<|open|>response<|sep|>I look.<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="now" '
+            'index="1"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
+        ],
+        [
+            '<|open|>tools<|sep|><|open|>call tool="rain" index="1"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
+            '<|open|>call tool="now" index="1"<|sep|>',
+            "<|open|>tools<|sep|>text",
+        ],
+    ),
+    "muse": (
+        ["<|start|>", "<|message|>", "<|eom|>", "<|eot|>"],
+        [
+            "It rains.<|eot|>",
+            'I look.<|eom|><|start|>assistant to=weather<|message|><atem:function_calls>\n<atem:invoke name="now">\n'
+            "</atem:invoke>\n</atem:function_calls>",
+        ],
+        ['<atem:invoke name="now">', '<atem:function_calls>\n<atem:invoke name="rain">'],
+    ),
+    "cohere": (
+        ["<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_ACTION|>", "<|END_ACTION|>"],
+        ["<|START_RESPONSE|>It rains.<|END_RESPONSE|>"],
+        ["<|START_ACTION|>It"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_free_text_beside_strict_calls_may_have_the_markers_of_its_family(name: str) -> None:
+    special, allowed, wrong = MARKED[name]
+    marked = _Marked(special)
+    tools = [tool for tool in TOOLS if tool["function"]["name"] in ("weather", "now")]
+    rules = call_rules(form_of(name)[0], ChatOptions(tools=tools, strict="tools"), marked.ids, "", None)
+    made = compile_grammar(Constraint("tool_choice", "calls", rules)).grammar
+    vocabulary = LLTokenizer(llguidance.TokenizerWrapper(marked))
+    for text in [*allowed, *wrong]:
+        matcher = LLMatcher(vocabulary, made, log_level=1, limits=BOUNDS)
+        ids = marked.encoded(text)
+        consumed = matcher.try_consume_tokens(ids)
+        assert not matcher.is_error(), matcher.get_error()
+        assert (consumed == len(ids) and matcher.is_accepting()) == (text in allowed), text[:consumed]

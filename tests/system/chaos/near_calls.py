@@ -23,6 +23,7 @@ import jinja2
 
 from quire.service.common.surrogates import without_surrogates
 from quire.service.output.argument_types import reduced
+from quire.service.output.known_templates import DATA
 from quire.service.output.regions import Reading, ResponseTemplate, known
 from tests.service.output.merged import Read, merged
 from tests.service.text.call_notations import NOTATIONS
@@ -76,6 +77,15 @@ PYTHON = (
     "{{ k }}={{ v | tojson }}{% endfor %}){% endfor %}]<|tool_call_end|>"
 )
 WRITTEN = {**NOTATIONS, "lfm2": PYTHON, "minimax-m3": NESTED}
+EACH = "{% for one in m.tool_calls %}{% set c = one.function %}"
+NEXT = "{% if not loop.last %}{{ mark }}{% endif %}"
+# Notations of several families, by their name in `response_templates.json`, after the opening marker of the family.
+ALIKE = {
+    "json": EACH + '{"name": "{{ c.name }}", "arguments": {{ c.arguments | tojson }}}' + NEXT + "{% endfor %}",
+    "named": EACH + "{{ c.name }}\n{{ c.arguments | tojson }}" + NEXT + "{% endfor %}",
+    "python": PYTHON.removeprefix("<|tool_call_start|>").removesuffix("<|tool_call_end|>"),
+    "bare": "[" + EACH + '{"name": "{{ c.name }}", "arguments": [{{ c.arguments | tojson }}]}, {% endfor %}]',
+}
 FAMILIES = sorted(name for name, text in WRITTEN.items() if text)
 MARK = re.compile(r"<[|｜/]?[A-Za-z_:=｜▁|]+[|｜]?>|\[[A-Z_]{4,}\]|```|\]<\]minimax\[>\[")
 
@@ -95,6 +105,14 @@ def writer(name: str) -> Callable[..., str]:
 
 
 @cache
+def shape(name: str) -> Callable[..., str]:
+    """Return what writes calls in a notation of several families."""
+    environment = jinja2.Environment(autoescape=False)
+    environment.filters["tojson"] = json.dumps
+    return environment.from_string(ALIKE[name]).render
+
+
+@cache
 def markers(name: str) -> tuple[str, ...]:
     """Return the markers in a call of a family, and those of its reasoning."""
     reasoning = template_of(name).reasoning_markers or ()
@@ -102,13 +120,24 @@ def markers(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*MARK.findall(call), *(mark.strip() for mark in reasoning)]))
 
 
-def written(name: str, calls: list[Call]) -> str:
-    """Return calls in the notation of a family."""
+@cache
+def others(name: str) -> list[tuple[str, str]]:
+    """Return (opening marker, notation in ALIKE) of each further notation that a family reads."""
+    field = json.loads(DATA.read_text())["response_templates"][name]["fields"]["tool_calls"]
+    likes = [one["like"] for one in field.get("also", []) if one.get("like") in ALIKE]
+    mark = next((text for text in markers(name) if re.fullmatch(field.get("mark", ""), text)), "")
+    return [("\n" if like == "bare" else mark, like) for like in likes]
+
+
+def written(name: str, calls: list[Call], other: tuple[str, str] | None = None) -> str:
+    """Return calls in the notation of a family, or in one that other families have, too."""
     made = [
         {"id": f"functions.{called}:{at}", "function": {"name": called, "arguments": arguments}}
         for at, (called, arguments) in enumerate(calls)
     ]
-    return writer(name)(m={"tool_calls": made})
+    if other is None:
+        return writer(name)(m={"tool_calls": made})
+    return other[0] + shape(other[1])(m={"tool_calls": made}, mark=other[0])
 
 
 class Answers:
@@ -125,7 +154,8 @@ class Answers:
         self._words, self._number = 0, number
         name = FAMILIES[number % len(FAMILIES)]
         calls = [self._call(dice, name) for _ in range(1 if name in ONE_CALL else dice.choice((1, 1, 2, 3)))]
-        text = self._around(dice, name, written(name, calls))
+        other = dice.choice(others(name)) if others(name) and dice.random() < 0.3 else None
+        text = self._around(dice, name, written(name, calls, other))
         if dice.random() < 0.5:
             return name, text, calls, dice
         return name, self._broken(dice, name, text), None, dice

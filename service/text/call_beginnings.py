@@ -1,0 +1,123 @@
+"""The texts at which a parser takes the rest of an answer for a call, in any notation of a model family."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from quire.service.output.marker_beginnings import beginnings, fixed, required
+from quire.service.output.notations import Notation
+from quire.service.output.regions import ResponseTemplate
+
+LEAST = 3  # minimum length of a text that shows where a call begins
+CLASSES = {r"\s": r"\x00-\x20\x80-\U0010FFFF", r"\w": r"0-9A-Z_a-z\x80-\U0010FFFF", r"\d": r"0-9\x80-\U0010FFFF"}
+_MARK = re.compile(r"(?:\\\W|[^\w\\.^$*+?{}\[\]|()])+(?![*+?{])")  # fixed text after the name
+_FIXED = re.compile(r"(?:\\\W|[^\s\\.^$*+?{}\[\]|()]){3,}(?![*+?{])")
+_OPTIONAL = re.compile(r"\((?:[^()\\]|\\.)*\)[?*]")
+_BEFORE_VALUE = re.compile(r"\\s\*[:=]$")  # separator of a key from its value
+NAMES = "\ue000"  # stands for the names of the tools
+_LINE = r"(?:\A\s*|\n[ \t]*)"  # beginning of a line, which no grammar can look for
+_LOOKS = re.compile(r"\(\?(?!:)")  # groups that no grammar knows, such as lookaheads
+
+
+class CallBeginnings(NamedTuple):
+    """The beginnings of calls in all notations of a model family."""
+
+    marker: str  # beginning of the form's own calls; "": no text shows where a call begins
+    texts: tuple[str, ...]
+    patterns: tuple[str, ...]  # regexes; {names} stands for the names of the tools
+    dropped: tuple[str, ...]  # patterns and beginnings of the markers that free text may contain
+
+
+def beginnings_of_calls(responses: ResponseTemplate, head: str) -> CallBeginnings:
+    """Return what begins a call.  `head`: text before the name in the calls that the model is trained to write."""
+    texts, patterns = list[str](), list[str]()
+    for notation in responses.notations:
+        found = beginnings(required(notation.open.pattern.pattern))
+        if not notation.bare and all(len(text) >= LEAST for text in found):
+            texts += found
+        elif (pattern := _pattern(notation)) is not None:
+            patterns.append(pattern)
+    marker = max(
+        (text for text in [*texts, *fixed(responses.dropped_patterns)] if head.startswith(text)), key=len, default=""
+    )
+    if marker:
+        texts.append(marker)
+    else:
+        marker = _shortest(responses, head)
+    free = [part for one in responses.free_patterns for part in (*beginnings(one), re.sub(r"\\(\W)", r"\1", one))]
+    return CallBeginnings(marker, _unique(texts), _unique(patterns), _unique(free))
+
+
+def _unique(texts: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(texts))
+
+
+def _pattern(notation: Notation) -> str | None:
+    """Return a regex of the texts that begin a call; None if it would need a lookbehind."""
+    pattern, named, rest = notation.open.pattern.pattern.partition("(?P<name>")
+    if named and notation.bare and notation.captured:
+        pattern += NAMES + rest[_group_end(rest) :]
+    else:
+        pattern += named + rest
+    pattern = required(_plain(pattern))
+    before, named, rest = pattern.partition(NAMES)
+    if named and _open_groups(before) == 0 and any(len(text) >= LEAST for text in beginnings(before)):
+        pattern = before + named  # what follows may be special tokens, which no text contains
+    elif named and (mark := _FIXED.search(_OPTIONAL.sub("", rest))) is not None:
+        pattern = mark[0]  # each match contains this text, and no other text has any use for it
+    elif named and (mark := _MARK.match(rest)) is not None:  # the rest costs a grammar engine more than it tells
+        pattern = before + named + mark[0] + ")" * _open_groups(before)
+    pattern = _BEFORE_VALUE.sub("", pattern)
+    if _LOOKS.search(pattern):
+        return None
+    return _simple(pattern).replace("+?", "+").replace("/", r"\/").replace(NAMES, "({names})")
+
+
+def _simple(pattern: str) -> str:
+    """Return a pattern that matches at least as many texts, without character classes of many Unicode ranges.
+
+    A grammar engine computes with the bytes of each range."""
+
+    def replaced(found: re.Match[str]) -> str:
+        inside = re.sub(r"\\[swd]", lambda one: "" if found[1] == "[^" else CLASSES[one[0]], found[2] or "")
+        return f"{found[1]}{inside}]" if found[1] else f"[{CLASSES[found[0]]}]" if found[0] in CLASSES else found[0]
+
+    return re.sub(r"(\[\^?)((?:\\.|[^\]\\])+)\]|\\.", replaced, pattern, flags=re.DOTALL)
+
+
+def _group_end(text: str) -> int:
+    """Return the position after the end of the group that the pattern `text` begins in."""
+    depth, at = 1, 0
+    while depth:
+        if text[at] == "\\":
+            at += 1
+        elif text[at] == "[":
+            at = text.index("]", at + 2)
+        else:
+            depth += (text[at] == "(") - (text[at] == ")")
+        at += 1
+    return at
+
+
+def _open_groups(pattern: str) -> int:
+    """Return how many groups a pattern opens and does not close."""
+    bare = re.sub(r"\\.|\[\^?.[^\]]*\]", "", pattern, flags=re.DOTALL)
+    return bare.count("(") - bare.count(")")
+
+
+def _plain(pattern: str) -> str:
+    """Return a pattern that matches at least as many texts, without lookaheads, named groups and line beginnings."""
+    return re.sub(r"\(\?(?:=|P<\w+>)", "(?:", re.sub(r"\(\?![^()]*\)", "", pattern.replace(_LINE, "")))
+
+
+def _shortest(responses: ResponseTemplate, head: str) -> str:
+    """Return the shortest beginning of `head` that the parser takes for a call; "" if there is none."""
+    for notation in responses.notations:
+        if _pattern(notation) is None:  # it is not excluded from free text
+            continue
+        for end in range(1, len(head) + 1):
+            if notation.open.pattern.match(head[:end]):
+                return head[:end]
+    return ""
