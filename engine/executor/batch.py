@@ -208,7 +208,7 @@ class Batch:
         exact = Shape(decoding, sum(sizes), len(slices), samples, rows + sum(len(piece.targets) for piece in slices))
         self._check_size(decoding + exact.tokens, decoding + len(slices))
         shape = self.shapes.padded(exact) if exact.logits == rows else exact
-        memory, page = blank(shape)
+        memory, page = blank(shape, len(self._windows))
         page.slots[:decoding] = self._host_slots[:decoding]
         starts = np.array([piece.start for piece in slices], dtype=np.int64)
         slots = np.array([piece.slot for piece in slices], dtype=np.int64)
@@ -219,6 +219,7 @@ class Batch:
         page.ids[fresh] = np.fromiter(chain.from_iterable(piece.token_ids for piece in slices), np.int64, exact.tokens)
         page.positions[fresh] = positions
         page.kv_indices[fresh] = blocks * self._block_size + positions % self._block_size
+        self._windows.fill_slices(of_tokens, positions, page.windows[:, fresh])
         ends = shape.decodes + np.cumsum(sizes)
         page.q_start[shape.decodes + 1 :] = ends[-1]
         if self.shapes.is_split(shape):
@@ -253,9 +254,8 @@ class Batch:
             last = (starts + sizes - 1 - drafts)[asking]
             joined = staging.stage_array(np.array(self._order[decoding:], dtype=np.int64)), staging.stage_array(last)
         draft_rows = DraftRows.stage(slices, self._order, samples, staging) if rows > samples else None
-        windows = self._windows.stage_slices(of_tokens, positions, fresh, len(page.kv_indices), staging)
         keeps = self._keeps(slices, ends.tolist())
-        return Mixed(shape, there, joined, targets, candidates, draft_rows, keeps, tuple(windows))
+        return Mixed(shape, there, joined, targets, candidates, draft_rows, keeps)
 
     def _check_size(self, tokens: int, sequences: int) -> None:
         if tokens > self._max_tokens or sequences > len(self.slots):
@@ -267,7 +267,7 @@ class Batch:
         there = self._staging.stage_array(memory)
         page = self._pages.get(shape)
         if page is None or page.ids.data_ptr() != there.data_ptr():
-            page = Page.view(there, shape, torch.int32)
+            page = Page.view(there, shape, torch.int32, len(self._windows))
             if shape in self.shapes:
                 self._pages[shape] = page
         return page
@@ -357,7 +357,7 @@ class Batch:
     def mixed_step(self, mixed: Mixed) -> StepTensors:
         """Return the filled tensors of a step with slices."""
         shape, page = mixed.shape, mixed.page
-        windows = self._windows.mixed_places(mixed.windows)
+        windows = self._windows.mixed_places(page.windows)
         if shape.decodes:
             for place in (GroupPlaces(page.kv_indices, self.tables), *windows):
                 self._decode_inputs(page.slots, page.ids, page.positions, place, page.rows, page.lens)
@@ -387,7 +387,7 @@ class Batch:
     def idle_step(self, shape: Shape) -> Mixed:
         """Return a step of that shape without effect: it writes no key and attends to nothing."""
         self._staging.begin_step()
-        page = self._stage_page(blank(shape)[0], shape)
+        page = self._stage_page(blank(shape, len(self._windows))[0], shape)
         self._staging.send()
         return Mixed(shape, page, None, [])
 

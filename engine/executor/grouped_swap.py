@@ -11,7 +11,7 @@ Pairs = list[tuple[int, int]]
 
 
 class GroupedSwap:
-    """Sends each pair of a plan to the swap of its group.  Only for a CPU, where copies are complete on return."""
+    """Sends each pair of a plan to the swap of its group.  Copies take effect in stream order, as those of `Swap`."""
 
     def __init__(self, swaps: list[Swap], blocks: list[int]) -> None:
         """`blocks`: number of blocks per group, full layers first."""

@@ -86,35 +86,42 @@ def by_shape(caches: Caches) -> list[list[Tensor]]:
     return [list(group.values()) for group in groups.values()]
 
 
+def cache_bytes(
+    device: torch.device,
+    *,
+    kv_memory_gib: float = 0.0,
+    activations: int = 0,
+    cpu_budget: int = int(CPU_DEFAULT_GIB * GIB),
+) -> int:
+    """Return the bytes of memory for the KV cache: `kv_memory_gib` if set, else what the device has.
+
+    activations: bytes per step in addition to weights and cache.
+    cpu_budget: bytes for the cache under a CPU's memory limit, at most the default."""
+    if kv_memory_gib > 0:
+        return int(kv_memory_gib * GIB)
+    if device.type == "cuda":
+        return max(0, int(torch.cuda.mem_get_info(device)[0] * GPU_FREE_FRACTION) - GRAPH_BYTES - activations)
+    return cpu_budget
+
+
 def blocks_that_fit(
     *,
     token_bytes: int,
     block_size: int,
     max_model_len: int,
     kv_blocks: int,
-    kv_memory_gib: float,
-    device: torch.device,
-    activations: int,
-    cpu_budget: int = int(CPU_DEFAULT_GIB * GIB),
+    memory: int,
     agree: Callable[[int], int] = int,
 ) -> int:
-    """Return the number of KV blocks to allocate: `kv_blocks` if set, else the maximum that fits into memory.
+    """Return the number of KV blocks to allocate: `kv_blocks` if set, else the maximum that fits `memory` bytes.
 
-    activations: bytes per step in addition to weights and cache.
-    cpu_budget: bytes for the cache under a CPU's memory limit, at most the default.
     agree: maps the number that fits here to the minimum over all ranks.
 
     Raises NotEnoughMemory when a single sequence of max_model_len tokens does not fit: it could never finish.
     """
     block_bytes = token_bytes * block_size
     if kv_blocks == 0:
-        if kv_memory_gib > 0:
-            budget = kv_memory_gib * GIB
-        elif device.type == "cuda":
-            budget = max(0, torch.cuda.mem_get_info(device)[0] * GPU_FREE_FRACTION - GRAPH_BYTES - activations)
-        else:
-            budget = cpu_budget
-        kv_blocks = agree(int(budget // block_bytes))
+        kv_blocks = agree(max(0, memory) // block_bytes)
     needed = -(-max_model_len // block_size)
     if kv_blocks < needed:
         raise NotEnoughMemory(

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from quire.engine.config import EngineConfig
@@ -109,7 +110,9 @@ def swap_for(caches: Caches, host_bytes: int) -> Swap | GroupedSwap:
     counts = [len(own[0]) for own in tensors]
     total = sum(tensor.nbytes for own in tensors for tensor in own)
     sizes = [min(host_bytes * count // total, 2 * count) for count in counts]
-    swaps = [Swap(own, size) for own, size in zip(split_caches(caches), sizes, strict=True)]
+    device = tensors[0][0].device
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # copies of all groups take turns on the bus
+    swaps = [Swap(own, size, stream=stream) for own, size in zip(split_caches(caches), sizes, strict=True)]
     return swaps[0] if len(swaps) == 1 else GroupedSwap(swaps, counts)
 
 

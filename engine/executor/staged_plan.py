@@ -34,21 +34,24 @@ class Page(NamedTuple):
     rows: Any  # [S] i32
     lens: Any  # [S] i32; 0: padding
     q_start: Any  # [S + 1] i32
+    windows: Any  # [groups, T] i64: as `kv_indices`, for each window group
 
     @classmethod
-    def view(cls, memory: Any, shape: Shape, int32: Any) -> Page:
-        """Return views of `memory`, an array or tensor of `words(shape)` int64.  int32: numpy's or torch's int32."""
+    def view(cls, memory: Any, shape: Shape, int32: Any, groups: int) -> Page:
+        """Return views of `memory`, an array or tensor of `words(shape, groups)` int64.
+
+        int32: numpy's or torch's int32.  groups: number of window groups."""
         views, at = [], 0
         for size, wide in cls._sizes(shape):
             words = size if wide else -(-size // 2)
             part = memory[at : at + words]
             views.append(part if wide else part.view(int32)[:size])
             at += words
-        return cls(*views)
+        return cls(*[*views, memory[at:].reshape(groups, shape.total)])
 
     @classmethod
-    def words(cls, shape: Shape) -> int:
-        return sum(size if wide else -(-size // 2) for size, wide in cls._sizes(shape))
+    def words(cls, shape: Shape, groups: int) -> int:
+        return sum(size if wide else -(-size // 2) for size, wide in cls._sizes(shape)) + groups * shape.total
 
     @staticmethod
     def _sizes(shape: Shape) -> list[tuple[int, bool]]:
@@ -57,11 +60,18 @@ class Page(NamedTuple):
         return [(size, True) for size in wide] + [(size, False) for size in (shape.decodes, seqs, seqs, seqs + 1)]
 
 
-def blank(shape: Shape) -> tuple[Array, Page]:
-    """Return a page of padding only, and the memory it lies in."""
-    memory = np.zeros(Page.words(shape), dtype=np.int64)
-    page = Page.view(memory, shape, np.int32)
-    page.kv_indices[:] = -1
+def staged_bytes(tokens: int, groups: int) -> int:
+    """Return the bytes to stage a step of so many tokens, and some thousands of table entries.
+
+    groups: number of window groups.  A token of a slice takes at most 56 bytes, and 8 per window group."""
+    return (64 + 8 * groups) * tokens + (1 << 18)
+
+
+def blank(shape: Shape, groups: int) -> tuple[Array, Page]:
+    """Return a page of padding only, and the memory it lies in.  groups: number of window groups."""
+    memory = np.zeros(Page.words(shape, groups), dtype=np.int64)
+    page = Page.view(memory, shape, np.int32, groups)
+    page.kv_indices[:] = page.windows[:] = -1
     page.slots[:] = -1
     page.q_start[:] = np.minimum(np.arange(len(page.q_start)), shape.decodes)
     return memory, page
@@ -88,7 +98,6 @@ class Mixed:
     candidates: tuple[tuple[int, int], ...] = ()  # (slot, number of candidates); rows after sampling slots
     drafts: DraftRows | None = None  # drafts; their logits rows follow those of all slots
     keeps: Tensor | None = None  # as in StepTensors
-    windows: tuple[Tensor, ...] = ()  # kv_indices [T] i64 per window group
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,15 +33,17 @@ class Swap:
     waits until swapped-in blocks have arrived, and until swapped-out blocks have been read.  With more blocks than the
     staging buffer holds, it waits for all rounds but the last."""
 
-    def __init__(self, caches: Caches, host_blocks: int, *, at_once: int = 32) -> None:
+    def __init__(
+        self, caches: Caches, host_blocks: int, *, at_once: int = 32, stream: torch.cuda.Stream | None = None
+    ) -> None:
         """Allocate the host memory, pinned for a GPU.  `at_once`: capacity of the staging buffer in blocks; more are
-        moved in rounds."""
+        moved in rounds.  `stream`: the stream of the copies; None: a new one."""
         self._groups = by_shape(caches)
         first = self._groups[0][0]
         self._device, self._blocks = first.device, len(first)
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)
+            self._stream = stream or torch.cuda.Stream(self._device)
         staged = min(at_once, host_blocks) if self._stream else 0
         shapes = [(len(group), group[0][0].numel() * group[0].element_size()) for group in self._groups]
         self._staging = [torch.empty(staged, *shape, dtype=torch.uint8, device=self._device) for shape in shapes]

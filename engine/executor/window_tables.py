@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.executor import ops
-from quire.engine.executor.staging import Array, Staging
+from quire.engine.executor.staging import Array
 
 
 class GroupPlaces(NamedTuple):
@@ -68,22 +68,20 @@ class WindowTables:
             if len(own):
                 ops.apply_edits(own, tables)
 
-    def stage_slices(self, slots: Array, positions: Array, at: slice, tokens: int, staging: Staging) -> list[Tensor]:
-        """Stage the kv_indices of a step's slices: per window group [tokens] i64, -1 outside of the tokens `at`.
+    def __len__(self) -> int:
+        return len(self._ids)
 
-        slots, positions: of each token of the slices."""
-        size, staged = self._block_size, []
-        for host in self._host:
-            indices = np.full(tokens, -1, dtype=np.int64)
-            indices[at] = host[slots, positions // size].astype(np.int64) * size + positions % size
-            staged.append(staging.stage_array(indices))
-        return staged
+    def fill_slices(self, slots: Array, positions: Array, kv_indices: Array) -> None:
+        """Fill the kv_indices [groups, tokens] i64 of a step's slices.  slots, positions: [tokens]."""
+        size = self._block_size
+        for own, host in zip(kv_indices, self._host, strict=True):
+            own[:] = host[slots, positions // size].astype(np.int64) * size + positions % size
 
     def decode_places(self, count: int) -> tuple[GroupPlaces, ...]:
         """Return the indices and tables of a step of `count` decoding slots; `Batch.gather` fills the indices."""
         pairs = zip(self._decode, self._tables, strict=True)
         return tuple(GroupPlaces(indices[:count], tables) for indices, tables in pairs)
 
-    def mixed_places(self, kv_indices: Sequence[Tensor]) -> tuple[GroupPlaces, ...]:
-        """Return the indices and tables of a step with slices; the indices of decoding slots are not filled yet."""
-        return tuple(GroupPlaces(*pair) for pair in zip(kv_indices, self._tables, strict=False))
+    def mixed_places(self, kv_indices: Tensor) -> tuple[GroupPlaces, ...]:
+        """Return the indices and tables of a step with slices.  kv_indices: [groups, T] i64."""
+        return tuple(GroupPlaces(*pair) for pair in zip(kv_indices, self._tables, strict=True))

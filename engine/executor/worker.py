@@ -33,7 +33,7 @@ from quire.engine.executor.followers import Follower, advance, forced_tokens
 from quire.engine.executor.grammars import Grammars
 from quire.engine.executor.graphs import graph_sizes, mixed_shapes
 from quire.engine.executor.host_memory import HostMemory
-from quire.engine.executor.kv_cache import KV_DTYPES, Caches, allocate, blocks_that_fit, bytes_per_token
+from quire.engine.executor.kv_cache import KV_DTYPES, Caches, allocate, blocks_that_fit, bytes_per_token, cache_bytes
 from quire.engine.executor.kv_groups import (
     KVMemory,
     block_ids,
@@ -54,7 +54,7 @@ from quire.engine.executor.models.recurrent.states import States, state_bytes
 from quire.engine.executor.ranks.ranks import ALONE, Ranks
 from quire.engine.executor.ranks.vocab_parallel import VocabParallelLogits
 from quire.engine.executor.sampling import NOT_FINITE, NOTHING_ALLOWED, Logprobs, SamplerBank
-from quire.engine.executor.staged_plan import Mixed, Staged
+from quire.engine.executor.staged_plan import Mixed, Staged, staged_bytes
 from quire.engine.executor.staging import Staging
 from quire.engine.executor.state_memory import divide_states
 from quire.engine.executor.step_graphs import StepGraphs
@@ -131,8 +131,8 @@ class Worker:
         self._vocab_parallel = VocabParallelLogits(ranks, vocab_size, columns) if columns else None
         following = Constraints(masks.host, vocab_size, self.grammars), masks
         self._samplers = SamplerBank(max_seqs=max_seqs, vocab_size=vocab_size, device=device, following=following)
-        # Sized for a full prompt step (at most 56 bytes per token) and for some thousands of table entries.
-        self._staging = Staging(capacity=64 * max(step_tokens, max_seqs) + (1 << 18), steps=GPU_DEPTH, device=device)
+        capacity = staged_bytes(max(step_tokens, max_seqs), len(set(model.windows) - {0}))
+        self._staging = Staging(capacity=capacity, steps=GPU_DEPTH, device=device)
         self._outputs = StepOutputs(max_seqs, device, GPU_DEPTH)
         has_graphs = self._gpu and config.graph_seconds > 0
         # Output buffer of the graphs: float32 logits.
@@ -187,13 +187,19 @@ class Worker:
         kv_dtype = KV_DTYPES.get(config.kv_dtype, model.dtype)
         # On a GPU, with several ranks and with recurrent layers one block table serves all layers.
         known = () if self._gpu or self._ranks.size > 1 or self._states else model.windows
+        available = cache_bytes(
+            self.device,
+            kv_memory_gib=config.kv_memory_gib,
+            activations=self._planned_activations(kv_dtype),
+            cpu_budget=memory.kv,
+        )
         full, *windows = divide_layers(
             group_layers(model.layers, known, kv_dtype.itemsize, model.max_model_len),
             config,
             longest=model.max_model_len,
             slots=self.max_seqs,
             step_tokens=self._step_tokens,
-            memory=memory.kv,
+            memory=available,
         )
         token_bytes = full.token_bytes
         taken = sum(group.blocks * group.token_bytes * config.block_size for group in windows)
@@ -204,10 +210,7 @@ class Worker:
             block_size=config.block_size,
             max_model_len=model.max_model_len if config.max_model_len else 1,
             kv_blocks=config.kv_blocks,
-            kv_memory_gib=0.0 if taken else config.kv_memory_gib,  # cpu_budget has this limit, less `taken`
-            device=self.device,
-            activations=self._planned_activations(kv_dtype),
-            cpu_budget=memory.kv - taken,
+            memory=available - taken,
             agree=self._ranks.all_min,
         )
         if (fits := self.blocks * config.block_size) < model.max_model_len:

@@ -121,7 +121,7 @@ def run(llm: LLM, jobs: list[Job], *, slots: bool) -> dict[str, float]:
     silent: list[tuple[Job, Completion]] = []  # requests without a token yet
     firsts: list[float] = []  # seconds from `at_s` to the first token
     filled = allocated = static = 0  # KV positions, summed over every 8th step; static: max_model_len per sequence
-    preempted, steps = core.report.totals.preemptions, core.step
+    preempted, steps, most = core.report.totals.preemptions, core.step, 0
     begin = time.perf_counter()
     while llm.unfinished or len(submitted) < len(jobs):
         now = time.perf_counter() - begin
@@ -130,6 +130,7 @@ def run(llm: LLM, jobs: list[Job], *, slots: bool) -> dict[str, float]:
             submitted.append(llm.submit(job.token_ids, GREEDY, max_new_tokens=job.max_new_tokens))
             silent.append((job, submitted[-1]))
         llm.step()
+        most = max(most, core.running)
         if silent:
             now = time.perf_counter() - begin
             firsts += [now - job.at_s for job, completion in silent if completion.outputs[0].token_ids]
@@ -150,6 +151,7 @@ def run(llm: LLM, jobs: list[Job], *, slots: bool) -> dict[str, float]:
         "ttft_p99_ms": firsts[len(firsts) * 99 // 100] * 1e3,
         "steps": core.step - steps,
         "preemptions": core.report.totals.preemptions - preempted,
+        "most_running": most,
     }
     if slots:  # eta: KV positions with paged allocation / with static allocation, for the same sequences
         figures |= {"slots_filled": filled / max(1, allocated), "eta": allocated / max(1, static)}

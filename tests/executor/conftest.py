@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from quire.engine.executor import ops
+from quire.engine.tools.models import model_class
+from quire.engine.tools.tiny_checkpoints import MORE_LAYERS
 from quire.engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from tests import warm
 from tests.checkpoints import make_checkpoint
@@ -71,6 +73,24 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = make_tiny(tmp_path_factory.mktemp("gpt_oss") / "gpt_oss", "gpt_oss", head_dim=64)
     store_experts_in_mxfp4(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The tiny checkpoint of a family, made once.  Its layers with a sliding window see 24 tokens."""
+    root = tmp_path_factory.mktemp("windows")
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            fields = MORE_LAYERS.get(family, {})
+            if family in ("qwen2", "qwen3"):  # by default it is 4,096
+                fields = fields | {"sliding_window": 24}
+            make_tiny(root / family, family, model_class=model_class(family), **fields)
+            made[family] = root / family
+        return made[family]
+
+    return make
 
 
 @pytest.fixture

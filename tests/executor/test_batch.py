@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +14,7 @@ from quire.engine.executor import ops
 from quire.engine.executor.batch import Batch
 from quire.engine.executor.kv_cache import KVShape, allocate
 from quire.engine.executor.shapes import Shape, Shapes
+from quire.engine.executor.staged_plan import Page, blank
 from quire.engine.executor.staging import Staging
 from quire.engine.executor.step_tensors import StepTensors
 from quire.engine.wire.messages import Sampling
@@ -25,10 +30,14 @@ def kernels() -> None:
     ops.load()
 
 
-def batch() -> Batch:
+WINDOWS = range(32, 52), range(52, 60)  # block ids of two window groups; full layers have 32 blocks
+
+
+def batch(windows: Sequence[range] = ()) -> Batch:
     caches = allocate([KVShape(1, 64)], 32, 8, torch.float32, CPU)
     staging = Staging(capacity=1 << 16, steps=2, device=CPU)
-    return Batch(max_seqs=6, max_model_len=40, step_tokens=20, block_size=8, caches=caches, staging=staging)
+    sizes: dict[str, Any] = {"max_seqs": 6, "max_model_len": 40, "step_tokens": 20, "block_size": 8}
+    return Batch(caches=caches, staging=staging, windows=windows, **sizes)
 
 
 def begun(b: Batch, plan: StepPlan) -> StepTensors:
@@ -187,3 +196,63 @@ def test_padding_has_no_effect() -> None:
     assert step.logits_at is not None
     assert (step.logits_at.tolist(), step.known.tolist()) == ([0, 5, 0, 0, 0], [4, 6, 4, 4, 4])
     assert (b.decoding_slots, step.sample_slots.tolist()) == ((0, 5), [0, 5, -1, -1, -1])
+
+
+# ------------------------------------------------------------------------------------------------------- window groups
+
+
+def kv_indices(step: StepTensors) -> list[list[int]]:
+    return [place.kv_indices.tolist() for place in step.places]
+
+
+def test_each_window_group_has_its_own_tables_and_indices() -> None:
+    """Slot 1 decodes at position 8 while slot 4 computes positions 14 to 17; block ids tell the group of an edit."""
+    b = batch(WINDOWS)
+    edits = [(1, 0, 33), (1, 0, 52)]
+    finish(b, begun(b, StepPlan(1, starts=[Start(1, [7])], slices=[Slice(1, 0, [9] * 8, SAMPLER)], edits=edits)), [8])
+    edits = [(1, 1, 4), (1, 1, 40), (1, 1, 53), (4, 1, 50), (4, 2, 51), (4, 1, 58), (4, 2, 59)]
+    plan = StepPlan(2, starts=[Start(4, [1, 2, 3])], slices=[Slice(4, 14, [1, 2, 3, 4], SAMPLER)], edits=edits)
+    step = begun(b, plan)
+    assert kv_indices(step) == [[32, 22, 23, 24, 25], [64, 150, 151, 152, 153], [8, 54, 55, 56, 57]]
+    assert [place.tables[4, 1:3].tolist() for place in step.places] == [[2, 3], [18, 19], [6, 7]]
+    assert (step.position_ids.tolist(), step.lens.tolist()) == ([[8, 14, 15, 16, 17]], [9, 18])
+    finish(b, step, [10, 11])
+    step = begun(b, StepPlan(3))
+    assert kv_indices(step) == [[33, 26], [65, 154], [9, 58]]
+    assert step.position_ids.tolist() == [[9, 18]]
+
+
+def test_padded_steps_find_the_indices_of_every_group_at_one_address() -> None:
+    """A captured graph reads the same addresses again; padding stores no key in any group."""
+    b = batch(WINDOWS)
+    b.shapes = Shapes([Shape(2, 8, 3, 5, 5)])
+    idle = b.mixed_step(b.idle_step(Shape(2, 8, 3, 5, 5)))
+    assert kv_indices(idle) == [[-1] * 10] * 3
+    addresses = [place.kv_indices.data_ptr() for place in idle.places]
+    for count in (3, 5):
+        edits = [(0, 0, 33), (0, 0, 52)]
+        plan = StepPlan(count, starts=[Start(0, [1])], slices=[Slice(0, 0, [7] * count, SAMPLER)], edits=edits)
+        step = begun(b, plan)
+        padding = [-1] * (8 - count)
+        assert kv_indices(step) == [[-1, -1, *range(at, at + count), *padding] for at in (8, 8, 0)]
+        assert [place.kv_indices.data_ptr() for place in step.places] == addresses
+        finish(b, step, [5, 0, 0, 0, 0])
+        begun(b, StepPlan(count + 100, freed_slots=[0]))
+    first = b.decode_step(4)
+    b.gather(first)
+    assert kv_indices(first) == [[-1] * 4] * 3
+    again = [place.kv_indices.data_ptr() for place in b.decode_step(4).places]
+    assert again == [place.kv_indices.data_ptr() for place in first.places]
+
+
+def test_models_of_one_kind_of_layers_stage_the_same_bytes() -> None:
+    """A page without window groups has no bytes for them, and a step computes indices once."""
+    shape = Shape(2, 8, 3, 5, 5)
+    memory, page = blank(shape, 0)
+    assert page.windows.shape == (0, 10)
+    assert sum(np.asarray(part).nbytes for part in page) <= memory.nbytes <= Page.words(shape, 0) * 8
+    assert Page.words(shape, 2) - Page.words(shape, 0) == 2 * 10
+    b = batch()
+    step = begun(b, StepPlan(1, starts=[Start(0, [1])], slices=[Slice(0, 0, [7, 7, 7], SAMPLER)]))
+    assert len(step.places) == 1
+    assert step.windows == ()

@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from quire.engine.executor.errors import NotEnoughMemory
-from quire.engine.executor.kv_cache import GIB, KV_DTYPES, KVShape, allocate, blocks_that_fit, by_shape, bytes_per_token
+from quire.engine.executor.kv_cache import (
+    GIB,
+    KV_DTYPES,
+    KVShape,
+    allocate,
+    blocks_that_fit,
+    by_shape,
+    bytes_per_token,
+    cache_bytes,
+)
 
 CPU = torch.device("cpu")
 LLAMA_70B = [KVShape(heads=8, head_size=128)] * 80  # 64 attention heads share 8 KV heads
@@ -23,16 +32,14 @@ def fit(**changes: object) -> int:
         "block_size": 16,
         "max_model_len": 100,
         "kv_blocks": 0,
-        "kv_memory_gib": 0.0,
-        "device": CPU,
-        "activations": 0,
+        "memory": cache_bytes(CPU),
     }
     return blocks_that_fit(**(options | changes))  # type: ignore[arg-type]
 
 
 def test_how_many_blocks_fit() -> None:
     assert fit() == GIB // (1024 * 16)
-    assert fit(kv_memory_gib=0.25) == GIB // 4 // (1024 * 16)
+    assert fit(memory=cache_bytes(CPU, kv_memory_gib=0.25)) == GIB // 4 // (1024 * 16)
     assert fit(kv_blocks=7) == 7  # 100 tokens are 6 full blocks and a part of the seventh
 
 
@@ -40,7 +47,7 @@ def test_less_than_one_sequence() -> None:
     with pytest.raises(NotEnoughMemory, match=r"has 6 blocks of 16 .* max_model_len 100 needs 7 .*raise kv_memory_gib"):
         fit(kv_blocks=6)
     with pytest.raises(NotEnoughMemory, match=r"has 65 blocks of 16 tokens \(0\.00 GiB\).* needs 125 "):
-        fit(kv_memory_gib=0.001, max_model_len=2000)
+        fit(memory=cache_bytes(CPU, kv_memory_gib=0.001), max_model_len=2000)
 
 
 def test_allocated_once_and_filled() -> None:

@@ -16,7 +16,7 @@ from quire.engine.executor.kv_cache import KVShape
 from quire.engine.executor.kv_groups import KVGroup, blocks_held, divide, group_layers, held_share
 from quire.engine.llm import LLM
 from quire.engine.tools.models import GREEDY, model_class, own_texts, prompts
-from quire.engine.tools.tiny_checkpoints import MORE_LAYERS, VOCAB, make_checkpoint
+from quire.engine.tools.tiny_checkpoints import VOCAB
 from quire.engine.wire.messages import FOREVER_MS, Beams, Generate, Sampling
 from tests.executor.driver import answer
 
@@ -25,26 +25,9 @@ FAMILIES = (
     *("gpt_oss", "gemma2", "gemma3_text", "gemma4_text", "gemma3n_text", "cohere2", "olmo3", "exaone4"),
     *("qwen2", "qwen3", "ministral", "smollm3"),
 )
-WINDOW = {family: {"sliding_window": 24} for family in ("qwen2", "qwen3")}  # by default it is 4,096
 ONE_KIND = ("mistral", "llama")
-Tiny = Callable[[str], Path]
+Windowed = Callable[[str], Path]
 GIB = 1 << 30
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """The tiny checkpoint of a family, made once."""
-    root = tmp_path_factory.mktemp("windows")
-    made: dict[str, Path] = {}
-
-    def make(family: str) -> Path:
-        if family not in made:
-            fields = MORE_LAYERS.get(family, {}) | WINDOW.get(family, {})
-            make_checkpoint(root / family, family, model_class=model_class(family), **fields)
-            made[family] = root / family
-        return made[family]
-
-    return make
 
 
 def serve(directory: Path, **options: Any) -> LLM:
@@ -62,10 +45,10 @@ def texts(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_texts_are_those_of_transformers(family: str, tiny: Tiny) -> None:
+def test_texts_are_those_of_transformers(family: str, windowed: Windowed) -> None:
     """In one slice, from cached prefixes, in chunks of 7, and preempted; freed blocks are NaN."""
-    want = own_texts(tiny(family), model_class=model_class(family))
-    llm = serve(tiny(family))
+    want = own_texts(windowed(family), model_class=model_class(family))
+    llm = serve(windowed(family))
     assert [group.window for group in llm.executor.info.windows] == [24]
     assert texts(llm, prompts()) == want
     assert texts(llm, prompts()) == want
@@ -73,42 +56,47 @@ def test_texts_are_those_of_transformers(family: str, tiny: Tiny) -> None:
     llm.close()
     tight = {"kv_blocks": 9, "max_model_len": 100, "admission": "threshold", "admit_threshold": 1.0}
     for options in ({"prefix_cache": False}, tight | {"preempt": "swap"}, tight):
-        llm = serve(tiny(family), chunk_tokens=7, **options)
+        llm = serve(windowed(family), chunk_tokens=7, **options)
         assert texts(llm, prompts()) == want
         llm.close()
 
 
 @pytest.mark.parametrize("family", ONE_KIND)
-def test_models_of_one_kind_of_layers_have_one_table(family: str, tiny: Tiny) -> None:
-    llm = serve(tiny(family), chunk_tokens=7)
+def test_models_of_one_kind_of_layers_have_one_table(family: str, windowed: Windowed) -> None:
+    llm = serve(windowed(family), chunk_tokens=7)
     assert llm.executor.info.windows == []
-    assert texts(llm, prompts()) == own_texts(tiny(family))
+    assert texts(llm, prompts()) == own_texts(windowed(family))
     llm.close()
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen2"])
-def test_prompts_that_leave_a_cached_one_anywhere_have_the_text_of_a_fresh_engine(family: str, tiny: Tiny) -> None:
+def test_prompts_that_leave_a_cached_one_anywhere_have_the_text_of_a_fresh_engine(
+    family: str, windowed: Windowed
+) -> None:
     base = [17 * i % (VOCAB - 3) + 3 for i in range(150)]
     asked = [[*base[:at], *range(5, 25)] for at in (16, 31, 63, 64, 65, 79, 80, 87, 88, 89, 100, 128, 149)]
-    plain = serve(tiny(family), prefix_cache=False)
+    plain = serve(windowed(family), prefix_cache=False)
     want = [text for prompt in asked for text in texts(plain, [prompt])]
     plain.close()
-    llm = serve(tiny(family), chunk_tokens=7)
+    llm = serve(windowed(family), chunk_tokens=7)
     answer(llm, Generate("first", "g", base, 1, GREEDY, FOREVER_MS, anchors=[64]))
     assert [text for prompt in asked for text in texts(llm, [prompt])] == want
     assert llm.engine.core.report.totals.cached_prompt_tokens > 0
     llm.close()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("preempt", ["recompute", "swap"])
-def test_choices_and_preemption_leave_the_text_alone(preempt: str, tiny: Tiny) -> None:
+def test_choices_and_preemption_leave_the_text_alone(preempt: str, depth: int, windowed: Windowed) -> None:
+    """`depth` 2: planned ahead, as on a GPU."""
     sampling = Sampling(temperature=0.8, seed=5, ignore_eos=True)
-    roomy = serve(tiny("gpt_oss"))
+    roomy = serve(windowed("gpt_oss"))
     want = [text for prompt in prompts() for text in texts(roomy, [prompt], 40, sampling, 3)]
     assert roomy.engine.core.report.totals.preemptions == 0
     roomy.close()
     tight = {"kv_blocks": 12, "admission": "threshold", "admit_threshold": 1.0, "max_seqs": 9, "max_model_len": 120}
-    llm = serve(tiny("gpt_oss"), preempt=preempt, **tight)
+    llm = serve(windowed("gpt_oss"), preempt=preempt, **tight)
+    llm.executor.depth = depth
     assert texts(llm, prompts(), 40, sampling, 3) == want
     totals = llm.engine.core.report.totals
     assert totals.preemptions > 0
@@ -116,42 +104,42 @@ def test_choices_and_preemption_leave_the_text_alone(preempt: str, tiny: Tiny) -
     llm.close()
 
 
-def test_a_killed_engines_request_resumes_from_its_tokens(tiny: Tiny) -> None:
-    llm = serve(tiny("gemma3_text"))
+def test_a_killed_engines_request_resumes_from_its_tokens(windowed: Windowed) -> None:
+    llm = serve(windowed("gemma3_text"))
     prompt = prompts()[1]
     (want,) = texts(llm, [prompt], 50)
     llm.close()
-    other = serve(tiny("gemma3_text"))
+    other = serve(windowed("gemma3_text"))
     assert want[:30] + answer(other, Generate("again", "g", prompt, 50, GREEDY, FOREVER_MS), [want[:30]]) == want
     other.close()
 
 
-def test_beams_have_the_answers_of_one_table(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beams_have_the_answers_of_one_table(windowed: Windowed, monkeypatch: pytest.MonkeyPatch) -> None:
     request = Generate("b", "g", prompts()[1], 30, Sampling(ignore_eos=True), FOREVER_MS, n=2, beams=Beams(3))
-    llm = serve(tiny("gpt_oss"))
+    llm = serve(windowed("gpt_oss"))
     found = answer(llm, request)
     assert llm.executor.info.windows
     llm.close()
     monkeypatch.setattr("quire.engine.executor.kv_groups.divide", lambda *_, **__: [])
-    plain = serve(tiny("gpt_oss"))
+    plain = serve(windowed("gpt_oss"))
     assert not plain.executor.info.windows
     assert answer(plain, request) == found
     plain.close()
 
 
-def test_the_canary_has_blocks_of_every_group(tiny: Tiny) -> None:
-    llm = serve(tiny("gpt_oss"))
+def test_the_canary_has_blocks_of_every_group(windowed: Windowed) -> None:
+    llm = serve(windowed("gpt_oss"))
     llm.engine.canary.run()
     llm.engine.canary.run()
     assert llm.engine.canary.counts.equal == 2
     llm.engine.core.auditor.whole()
-    assert texts(llm, prompts()) == own_texts(tiny("gpt_oss"))
+    assert texts(llm, prompts()) == own_texts(windowed("gpt_oss"))
     llm.close()
 
 
-def test_the_start_says_how_memory_is_divided(tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_start_says_how_memory_is_divided(windowed: Windowed, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        llm = serve(tiny("gpt_oss"), kv_blocks=0, kv_memory_gib=0.01, max_seqs=8)
+        llm = serve(windowed("gpt_oss"), kv_blocks=0, kv_memory_gib=0.01, max_seqs=8)
     assert "1 layers with a window of 24 tokens have" in caplog.text
     assert "of what it would take with one block table" in caplog.text
     (group,) = llm.executor.info.windows
@@ -214,10 +202,10 @@ def test_too_little_memory_for_windows_leaves_one_table() -> None:
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen2"])  # layer by layer, and all in one operator
 def test_a_layer_never_reads_more_than_its_group_keeps(
-    family: str, tiny: Tiny, caplog: pytest.LogCaptureFixture
+    family: str, windowed: Windowed, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A wrong window of a group is an error, not a wrong answer."""
-    llm = serve(tiny(family))
+    llm = serve(windowed(family))
     caches = llm.executor._worker._batch._caches  # type: ignore[attr-defined]
     caches[:] = [cache._replace(window=min(cache.window, 8)) for cache in caches]
     (completion,) = llm.generate([prompts()[0]], GREEDY, max_new_tokens=4)
