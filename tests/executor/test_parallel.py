@@ -500,7 +500,6 @@ def test_a_rank_that_fails_alone_ends_the_engine(
     assert rank.returncode == -signal.SIGKILL
 
 
-@pytest.mark.usefixtures("cold")
 def test_no_rank_outlives_its_engine(checkpoint: Checkpoint) -> None:
     """The engine's process is killed, so that it cannot end the others: they notice."""
     code = (
@@ -510,7 +509,7 @@ def test_no_rank_outlives_its_engine(checkpoint: Checkpoint) -> None:
         "print(executor._others[0].process.pid, flush=True); time.sleep(1000)"
     )
     words = [sys.executable, "-c", code, str(checkpoint("llama"))]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as engine:
+    with warm.Popen(words, stdout=subprocess.PIPE, text=True) as engine:
         assert engine.stdout is not None
         rank = psutil.Process(int(engine.stdout.readline()))
         assert "quire.engine.process.rank" in rank.cmdline()

@@ -10,6 +10,8 @@ import threading
 import time
 from pathlib import Path
 
+from quire.engine.wire import clock
+
 POLL_S = 0.02
 
 
@@ -28,6 +30,9 @@ def main() -> None:
     time.time = lambda: real() + ahead
     time.time_ns = lambda: real_ns() + int(ahead * 1e9)
     threading.Thread(target=follow, daemon=True).start()
+    # A process that starts warm has imported these before its clock was wrong.
+    clock._STARTED_MS = time.time() * 1000 - time.monotonic() * 1000
+    clock.RedisClock.__init__.__defaults__ = (None, time.time)
     sys.argv = [module, *words]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

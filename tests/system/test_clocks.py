@@ -21,7 +21,7 @@ from tests.pace import patience
 from tests.ports import free_port
 from tests.system.processes import Process, ending, wait_until_ready
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("warm_processes")]
 
 STEP_MS = 10
 

@@ -221,6 +221,7 @@ class Reader:
         return self.text
 
 
+@pytest.mark.nightly  # each change does the same with a tiny model: test_survival.py
 @pytest.mark.usefixtures("warm_processes")
 async def test_a_killed_engine_goes_on_with_the_same_bytes(demo_model: Path, tmp_path: Path) -> None:
     """Greedy and sampled, in bfloat16; then the complete answers are read again at the gateway."""

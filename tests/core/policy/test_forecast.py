@@ -284,6 +284,7 @@ def test_a_burst_with_lengths_unknown_is_served_without_preemptions_on_a_full_po
         assert mean(mode, "pauses") == 0
 
 
+@pytest.mark.nightly  # of a mode that only a study has
 def test_reserving_the_worst_case_leaves_most_of_the_pool_empty() -> None:
     report = simulate.simulate(burst(0)[:200], simulate.engine_limits("reserve"), 512)
     print(simulate.line("reserve", 0, report))
@@ -342,6 +343,7 @@ def test_eta_is_paged_over_static_blocks() -> None:
         assert report.filled == pytest.approx(filled)
 
 
+@pytest.mark.nightly  # of a mode that only a study has
 def test_static_allocation_wastes_what_paging_saves() -> None:
     """On the ShareGPT-like trace, where every request has max_tokens 2,048."""
     trace = Path(__file__).resolve().parents[3] / "loadtest" / "traces" / "sharegpt_like.jsonl"

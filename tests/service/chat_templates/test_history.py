@@ -18,6 +18,7 @@ from quire.service.api.valid_request import ValidRequest
 from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.text.tokenizer import Tokenizer
+from tests.matrix import each_value
 from tests.service.fakes import TOOLS_TEMPLATE, byte_level, with_template
 from tests.system.chaos.histories import histories
 from tests.system.chaos.returned import returned
@@ -84,8 +85,7 @@ ORDERS = [
 ]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize(("order", "parts"), each_value(ORDERS, [False, True]))
 def test_messages_of_any_order_are_all_in_the_prompt(published: Tokenizer, order: str, parts: bool) -> None:
     conversation = []
     for at, role in enumerate(order.split()):

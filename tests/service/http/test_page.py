@@ -606,12 +606,13 @@ def test_the_engine_panel_shows_load_and_blocks(page: Browser) -> None:
 
 
 @pytest.mark.system
+@pytest.mark.usefixtures("warm_processes")
 def test_an_answer_survives_its_engine(window: Browser, site: Site, tmp_path: Path) -> None:
     """Real processes: the only engine is killed, a new one continues, and the page shows where it paused."""
     port = free_port()
     url = f"http://127.0.0.1:{port}/"
     words = ("serve", str(site.model), f"--port={port}", "--served-name=tiny", "--no-spare")
-    scripted = ("--executor=scripted", "--scripted-step-ms=20", "--max-model-len=2048")
+    scripted = ("--executor=scripted", "--scripted-step-ms=40", "--max-model-len=2048")
     process = Process(tmp_path / "serve.log", *words, *scripted)
     with ending([process]):
         wait_until_ready(url.rstrip("/"), 100)
@@ -619,7 +620,7 @@ def test_an_answer_survives_its_engine(window: Browser, site: Site, tmp_path: Pa
         window.until(lambda: window.text(".model option") == "tiny")
         window.button("Settings").click()
         window.one("[name=seed]").send_keys("7")
-        window.one("[name=max_tokens]").send_keys("900")  # 18 s, so that the kill comes before the end
+        window.one("[name=max_tokens]").send_keys("450")  # 18 s, so that the kill comes before the end
         window.one("[name=extra]").send_keys('{"ignore_eos": true}')
         window.send("survive", Keys.ENTER)
         window.until(lambda: "tokens/s" in window.text(".figures"))
@@ -631,5 +632,5 @@ def test_an_answer_survives_its_engine(window: Browser, site: Site, tmp_path: Pa
             events = [json.loads(line[6:]) for line in response if line.startswith(b"data: {")]
         deltas = [choice["delta"].get("content") or "" for event in events for choice in event["choices"]]
         assert answer["choices"][0]["text"] == "".join(deltas)
-        assert answer["choices"][0]["tokens"] == 900
+        assert answer["choices"][0]["tokens"] == 450
         assert window.faults() == []
