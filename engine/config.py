@@ -69,8 +69,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             "the KV cache keep their data type. int8: on a CPU, with a scale for each row. A token then reads about "
             "half the bytes of bfloat16. int4: on a CPU or a Hopper GPU, with a scale and a zero point for each 32 "
             "inputs, and the head in int8 (CPU) or fp8 (GPU); faster, and its text differs more. fp8: on a Hopper GPU, "
-            "with a scale for each row; inputs of fp8 layers are rounded as well in steps of more than one to four "
-            "tokens. Give all engines of a deployment the same. none, the default: weights as the checkpoint has them."
+            "with a scale for each row, also experts of a mixture; inputs of linear layers in fp8 are rounded as well "
+            "in steps of more than one to four tokens. Give all engines of a deployment the same. none, the default: "
+            "weights as the checkpoint has them."
         ),
     ] = "none"
     own_experts: Annotated[

@@ -1,19 +1,21 @@
 """Measurements on one loaded model, without Redis and HTTP: throughput of a file of requests, TPOT, start time.
 
     python -m quire.engine.tools bench MODEL --requests FILE [--rounds 2] [--latency 1,32] [--compare-prefix-cache]
+    python -m quire.engine.tools bench MODEL --latency 1,32 [--latency-tokens 256]  ms per token and to the first one
     python -m quire.engine.tools bench MODEL --beams 8  ms per token of 8 beams, and of 8 plain sequences
     python -m quire.engine.tools bench MODEL --swap 512  time of a preemption by block size, swapped and recomputed
     python -m quire.engine.tools bench MODEL --long-prompt 8192  ITL of 32 sequences while a long prompt is computed
     python -m quire.engine.tools bench MODEL --long-prompt 32768 --long-prompt-steps 100  ITL at each quarter of it
 
-and any option of an engine.  Prints one line of JSON: medians over the rounds.  FILE has one JSON object per line with
-"token_ids", "max_new_tokens" and, for a request that arrives later, "at_s".
+and any option of an engine.  Prints one line of JSON: medians over the rounds.  The start log goes to stderr.  FILE has
+one JSON object per line with "token_ids", "max_new_tokens" and, for a request that arrives later, "at_s".
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import os
 import random
 import statistics
@@ -52,6 +54,7 @@ class Options(msgspec.Struct):
     latency: list[int]  # batch sizes
     compare_prefix_cache: bool
     slots: bool
+    latency_tokens: int = OUTPUT  # tokens per sequence of `latency`
     beams: list[int] = []  # beam widths
     swap: int = 0  # tokens of the preempted sequence; 0: not measured
     long_prompt: int = 0  # tokens of the long prompt; 0: not measured
@@ -99,7 +102,7 @@ def bench(config: EngineConfig, options: Options) -> dict[str, float]:
         figures |= medians(with_cache)
         figures |= {f"{name}_without_prefix_cache": value for name, value in medians(without).items()}
     for batch in options.latency:
-        figures |= latency(llm, batch, vocab)
+        figures |= latency(llm, batch, vocab, tokens=options.latency_tokens)
     for width in options.beams:
         figures |= latency(llm, width, vocab) | latency(llm, width, vocab, Beams(width))
     gc.unfreeze()
@@ -158,15 +161,16 @@ def run(llm: LLM, jobs: list[Job], *, slots: bool) -> dict[str, float]:
     return figures
 
 
-def latency(llm: LLM, batch: int, vocab: int, beams: Beams | None = None) -> dict[str, float]:
-    """Measure TPOT, (time of 256 tokens - time of 1 token) / 255, and TTFT, with `batch` concurrent sequences.
+def latency(llm: LLM, batch: int, vocab: int, beams: Beams | None = None, *, tokens: int = OUTPUT) -> dict[str, float]:
+    """Measure TPOT, (time of `tokens` tokens - time of 1 token) / (tokens - 1), and TTFT, with `batch` concurrent
+    sequences.
 
     `beams`: measure one request with `batch` beams instead."""
     first: list[float] = []
     last: list[float] = []
     for turn in range(6 if batch == 1 else 4):  # the first turn is a warm-up
-        for count, times in ((1, first), (OUTPUT, last)):
-            group = (batch * 10 + turn) * OUTPUT + count  # all prompts differ, so that none is in the prefix cache
+        for count, times in ((1, first), (tokens, last)):
+            group = (batch * 10 + turn) * tokens + count  # all prompts differ, so that none is in the prefix cache
             rows = range(batch, batch + 1) if beams else range(batch)  # a beam search has its own prompt, too
             prompts = [prompt(PROMPT, vocab, seed=group * 4096 + i) for i in rows]
             begin = time.perf_counter()
@@ -174,11 +178,11 @@ def latency(llm: LLM, batch: int, vocab: int, beams: Beams | None = None) -> dic
             times.append(time.perf_counter() - begin)
     one, all_ = statistics.median(first[1:]), statistics.median(last[1:])
     kind = "beams" if beams else "batch"
-    say(f"{kind} {batch}: {(all_ - one) / (OUTPUT - 1) * 1e3:.3f} ms a token, first {one * 1e3:.1f} ms")
+    say(f"{kind} {batch}: {(all_ - one) / (tokens - 1) * 1e3:.3f} ms per token, first {one * 1e3:.1f} ms")
     return {
-        f"{kind}{batch}_ms_per_token": (all_ - one) / (OUTPUT - 1) * 1e3,
+        f"{kind}{batch}_ms_per_token": (all_ - one) / (tokens - 1) * 1e3,
         f"{kind}{batch}_first_token_ms": one * 1e3,
-        f"{kind}{batch}_tokens_per_s": batch * OUTPUT / all_,
+        f"{kind}{batch}_tokens_per_s": batch * tokens / all_,
     }
 
 
@@ -355,6 +359,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=1)
     for flag in ("--latency", "--beams"):
         parser.add_argument(flag, type=lambda text: [int(part) for part in text.split(",")], default=[])
+    parser.add_argument("--latency-tokens", type=int, default=OUTPUT)
     parser.add_argument("--compare-prefix-cache", action="store_true")
     parser.add_argument("--slots", action="store_true")
     parser.add_argument("--swap", type=int, default=0)
@@ -362,6 +367,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--long-prompt-steps", type=int, default=0)
     own, rest = parser.parse_known_args(argv)
     config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         print(msgspec.json.encode(bench(config, Options(**vars(own)))).decode())
     except OperatorError as error:

@@ -256,7 +256,7 @@ class Mixture:
         for weight in ("gate_up", "down"):
             shape = made[weight].shape
             if self.format == "fp8":
-                scales = torch.rand(shape[:2], device="cuda")
+                scales = torch.rand(*shape[:2], 1, device="cuda")
                 made[weight] = ops.pack_fp8(made[weight].to(torch.float8_e4m3fn), scales)
                 continue
             groups = (*shape[:2], shape[2] // 32)

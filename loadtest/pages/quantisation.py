@@ -17,6 +17,7 @@ def lines(results: Results) -> Iterator[str]:
     yield from zen4(results)
     yield from gpu(results)
     yield from mxfp4(results["mxfp4_experts_h200"])
+    yield from experts_of_a_layer(results["experts_packed_h100"])
 
 
 def spread(run: dict[str, Any], name: str) -> str:
@@ -127,3 +128,13 @@ def mxfp4(result: dict[str, Any]) -> Iterator[str]:
     yield f"the first tokens of 64 prompts of 128 tokens take {v(first[0], '.0f')} ms instead of {v(first[1], '.0f')}."
     memory = result["weights_gb"]
     yield f"Memory of the weights: {v(memory['gpt-oss-20b-mxfp4'], '.1f')} GB, of which experts take {v(memory['of_experts'], '.1f')}."
+
+
+def experts_of_a_layer(result: dict[str, Any]) -> Iterator[str]:
+    """Yield the time of one layer's experts in bfloat16 and quantised, balanced routing."""
+    us = {row["case"]: row["us"] for row in result["figures"]["experts"]}
+    tokens = (1, 8, 32, 128, 256, 2048, 8192)
+    for name, kind in (("Qwen3-30B-A3B", "fp8"), ("gpt-oss-20b", "mxfp4")):
+        for label, case in ((f"{name}, bfloat16", name), (kind, f"{name} in {kind}")):
+            cells = (v(us[f"{case}, {count} tokens, balanced"], ",.0f") for count in tokens)
+            yield f"| {label} | {' | '.join(cells)} |"

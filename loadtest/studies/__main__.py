@@ -39,6 +39,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     "neighbours": (f"{PACKAGE}.neighbours", "time decode steps on a CPU whose cores other processes use, too"),
     "drafting": (f"{PACKAGE}.drafting", "compare tokens/s with drafts and without, in pairs"),
     "scripted-drafts": (f"{PACKAGE}.scripted_drafts", "compare the same with random weights, by scripted drafts"),
+    "mixtures": (f"{PACKAGE}.mixtures", "time decode steps of mixtures with quantised experts and in bfloat16"),
     "adapters": (f"{PACKAGE}.adapters", "compare decode steps with LoRA adapters and without, in pairs"),
     "drafting-digests": (f"{PACKAGE}.drafting_digests", "compare all token ids with drafts and without, with kills"),
     "quantized": (f"{PACKAGE}.quantized", "compare perplexity and speed of --quantize and --kv-dtype, in pairs"),

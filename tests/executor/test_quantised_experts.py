@@ -51,7 +51,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "has_plain_decoder", fusible.has_known_parts)
     monkeypatch.setattr(ops, "takes_all_pairs", lambda hidden, inner, device: True)
     for module in (quantised_experts, quantising, hf):
-        monkeypatch.setattr(module, "keeps_mxfp4", lambda device, dtype: True)
+        monkeypatch.setattr(module, "packs_experts", lambda device, dtype: True)
 
 
 def mixtures_of(model: LoadedModel) -> list[Mixture]:
@@ -78,7 +78,7 @@ def test_stored_experts_give_the_bits_of_dequantised_ones(
     assert "experts of 2 layers stay in mxfp4" in caplog.text
     assert "dequantised" not in caplog.text
     assert all(mixture.packed is not None for mixture in mixtures_of(kept))
-    monkeypatch.setattr(quantising, "keeps_mxfp4", lambda device, dtype: False)
+    monkeypatch.setattr(quantising, "packs_experts", lambda device, dtype: False)
     plain = load_model(str(stored), dtype="float32", device=CPU)
     assert all(mixture.packed is None for mixture in mixtures_of(plain))
     assert torch.equal(logits_of(kept, 7), logits_of(plain, 7))
@@ -134,5 +134,5 @@ def test_devices_that_keep_mxfp4(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype, kept: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert quantised_experts.keeps_mxfp4(torch.device("cuda"), dtype) == kept
-    assert not quantised_experts.keeps_mxfp4(CPU, dtype)
+    assert quantised_experts.packs_experts(torch.device("cuda"), dtype) == kept
+    assert not quantised_experts.packs_experts(CPU, dtype)

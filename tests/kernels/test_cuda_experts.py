@@ -389,11 +389,16 @@ def test_experts_in_mxfp4(tokens: int, count: int, top: int, hidden: int, inner:
 @pytest.mark.parametrize(("count", "top", "hidden", "inner"), PACKED_SIZES)
 @pytest.mark.parametrize("tokens", PACKED_TOKENS)
 def test_experts_in_fp8(tokens: int, count: int, top: int, hidden: int, inner: int) -> None:
+    """Scales of rows for gate and up, of a row's groups for down."""
     takes_packed(hidden, inner)
     values = [weight.to(torch.float8_e4m3fn) for weight in made(count, hidden, inner, torch.float32)]
-    scales = [torch.rand(weight.shape[:2], device=CUDA) + 0.5 for weight in values]
+    groups = 1, inner // ops.TILE
+    scales = [torch.rand(*weight.shape[:2], of, device=CUDA) + 0.5 for weight, of in zip(values, groups, strict=True)]
     packed = [ops.pack_fp8(value, scale) for value, scale in zip(values, scales, strict=True)]
-    wide = [(value.float() * scale[..., None]).bfloat16() for value, scale in zip(values, scales, strict=True)]
+    wide = [
+        (value.float().unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2).bfloat16()
+        for value, scale in zip(values, scales, strict=True)
+    ]
     x = randn(tokens, hidden, dtype=torch.bfloat16)
     chosen, shares = ops.route(randn(tokens, count, dtype=x.dtype), top, normalise=True, rounded=True)
     leave_nan()

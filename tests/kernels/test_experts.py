@@ -122,9 +122,12 @@ def test_experts_in_fp8(dtype: torch.dtype) -> None:
     x, hidden, inner = randn(9, 192, dtype=dtype), 192, 128
     gate_up, down = (randn(5, *shape, dtype=torch.float32) for shape in ((2 * inner, hidden), (hidden, inner)))
     values = [weight.to(torch.float8_e4m3fn) for weight in (gate_up, down)]
-    scales = [0.1 * torch.rand(weight.shape[:2]) for weight in (gate_up, down)]
+    scales = [0.1 * torch.rand(*weight.shape[:2], groups) for weight, groups in ((gate_up, 3), (down, 1))]
     chosen, shares = ops.route(randn(9, 5, dtype=dtype), 3, normalise=True, rounded=False)
-    wide = [(value.float() * scale[..., None]).to(dtype) for value, scale in zip(values, scales, strict=True)]
+    wide = [
+        (value.float().unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2).to(dtype)
+        for value, scale in zip(values, scales, strict=True)
+    ]
     packed = [ops.pack_fp8(value, scale) for value, scale in zip(values, scales, strict=True)]
     want = ops.experts(x, chosen, shares, wide[0], wide[1], torch.ones_like(x))
     found = ops.experts(x, chosen, shares, packed[0], packed[1], torch.ones_like(x))

@@ -53,7 +53,7 @@ from quire.engine.executor.lora.sites import Sites
 from quire.engine.executor.models.fusible import LINEAR, MIXTURES, WINDOW, MixtureFamily, has_plain_decoder
 from quire.engine.executor.models.linear import Linears, PackedLinear, Product, RMSNorm, Sharded, shared_out
 from quire.engine.executor.models.quantised.quantised import Quantised, QuantisedLinear
-from quire.engine.executor.models.quantised.quantised_experts import QuantisedExperts
+from quire.engine.executor.models.quantised.quantised_experts import QuantisedExperts, report_packed
 from quire.engine.executor.step_tensors import StepTensors
 
 log = logging.getLogger(__name__)
@@ -340,10 +340,9 @@ def report_limited_mixtures(model: PreTrainedModel) -> None:
 
 def report_packed_experts(model: PreTrainedModel) -> None:
     """Log which experts stay quantised, and the memory that they take."""
-    packed = [weight for module in model.modules() if isinstance(module, Mixture) for weight in module.packed or ()]
-    if packed:
-        size = sum(weight.bytes for weight in packed) / 1e9
-        log.info("experts of %d layers stay in %s: they take %.1f GB", len(packed) // 2, packed[0].format, size)
+    report_packed(
+        [weight for module in model.modules() if isinstance(module, Mixture) for weight in module.packed or ()]
+    )
 
 
 def widen_sinks(model: PreTrainedModel) -> None:

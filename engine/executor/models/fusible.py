@@ -20,6 +20,7 @@ from transformers.activations import SiLUActivation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from quire.engine.executor import ops
+from quire.engine.executor.models.quantised.fp8_experts import WEIGHTS
 from quire.engine.executor.models.quantised.quantised import QuantisedLinear
 from quire.engine.executor.models.quantised.quantised_experts import QuantisedExperts
 
@@ -151,7 +152,7 @@ def weight_shapes(experts: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def has_silu_parts(router: Any, experts: Any) -> bool:
     return (
         own_parameters(router) == {"weight"}
-        and own_parameters(experts) == {"gate_up_proj", "down_proj"}
+        and own_parameters(experts) in (set(WEIGHTS), set())  # quantised weights are no parameters
         and isinstance(experts.act_fn, SiLUActivation | nn.SiLU)
     )
 
@@ -160,7 +161,7 @@ def has_clamped_parts(router: Any, experts: Any) -> bool:
     return (
         own_parameters(router) == {"weight", "bias"}
         and type(experts) is GptOssExperts
-        and own_parameters(experts) - {"gate_up_proj", "down_proj"} == {"gate_up_proj_bias", "down_proj_bias"}
+        and own_parameters(experts) - set(WEIGHTS) == {"gate_up_proj_bias", "down_proj_bias"}
         and getattr(experts, "is_transposed", False)
         and experts.config._experts_implementation in READS_LAYOUT
         and experts.limit > 0

@@ -37,7 +37,12 @@ from quire.engine.executor.models.precision import check_dtype
 from quire.engine.executor.models.probe import Proof, probe, prove_served
 from quire.engine.executor.models.quantised.kv_scales import read_kv_scales
 from quire.engine.executor.models.quantised.quantisation import method_of, quantisation_config
-from quire.engine.executor.models.quantised.quantised_experts import keeps_mxfp4, round_experts, widen_experts
+from quire.engine.executor.models.quantised.quantised_experts import (
+    pack_experts,
+    packs_experts,
+    round_experts,
+    widen_experts,
+)
 from quire.engine.executor.models.quantised.quantising import Quantising, check_kind
 from quire.engine.executor.models.recurrent import families
 from quire.engine.executor.models.recurrent.proof import probe_recurrent, prove_recurrent
@@ -139,7 +144,7 @@ def load_model(
     families.check_device(config, device, ranks.size)
     names = names_of(config, part := config is not whole)
     max_model_len = check_length(config, max_model_len, overrides.load_config(directory, {}) if changes else None)
-    quantising = Quantising(quantize, device)
+    quantising = Quantising(quantize, device, own_experts=own_experts)
     if random:
         module = random_model(directory, config, dtype, device, quantising, ranks)
     else:
@@ -216,6 +221,8 @@ def swap_modules(
     fused."""
     fuse(module, max_model_len, ordered=ordered, decoder=decoder, sites=sites)
     if not is_fused(module):
+        if own_experts:
+            pack_experts(module)
         widen_experts(module)
     if module.device.type == "cuda" and not is_fused(module):
         use_own_experts(module) if own_experts else report_plain_experts(module)
@@ -309,7 +316,7 @@ def random_model(
                 shapes = f"{list(tensor.shape)}, the config says {list(made_up[name].shape)}"
                 raise ModelLoadError(f"{file}: {name} has shape {shapes}")
             made_up[name].copy_(tensor)
-    if method_of(quantisation_config(directory) or {}) == "mxfp4" and keeps_mxfp4(device, wanted):
+    if method_of(quantisation_config(directory) or {}) == "mxfp4" and packs_experts(device, wanted):
         round_experts(model)
     quantising.quantise(model)
     return model

@@ -59,7 +59,7 @@ def read_weights(
         wanted = (config.dtype or torch.bfloat16) if dtype == "auto" else getattr(torch, dtype)
         stored = StoredWeights(directory, config, how, names)
         model = read_tensors(directory, config, wanted, stored, device=device, ranks=ranks, quantising=quantising)
-        if quantising is None or not (quantising.kept or quantising.kept_experts or quantising.kind):
+        if quantising is None or not (quantising.kept or quantising.keeps_experts or quantising.kind):
             log.info("weights quantised by %s are dequantised to %s and take its memory", how.method, wanted)
         return model
     check_stored_dtypes(directory, config, names)
@@ -129,6 +129,7 @@ def read_tensors(
         quantising = Quantising("none", CPU)
     else:
         quantising.keep(weights.exact_modules(cuts), dtype)
+        quantising.keep_experts(weights.rows_of_experts(cuts))
     quantising.divide(sharding.divided_rows, ranks)
     one_by_one = not isinstance(weights, PlainWeights) or quantising.kind is not None
     try:

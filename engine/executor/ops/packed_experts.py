@@ -1,7 +1,7 @@
 """Packs quantised weights of experts into the layout of csrc/experts_layout.h.
 
     mxfp4   e2m1 values and a power of two per 32 elements of a row, as gpt-oss stores them
-    fp8     e4m3 values and a float32 scale per row
+    fp8     e4m3 values and a float32 scale per row, or per group of a row's elements
 
 The kernels widen values to the dtype of the activations, so results are those of dequantised weights.
 """
@@ -47,9 +47,12 @@ def pack_mxfp4(blocks: Tensor, scales: Tensor, *, interleaved: bool) -> PackedRo
 
 
 def pack_fp8(values: Tensor, scales: Tensor) -> PackedRows:
-    """Pack experts in e4m3: values [experts, rows, size], scales float32 [experts, rows], low rows first."""
+    """Pack experts in e4m3, on their device.
+
+    values   [experts, rows, size], low rows first
+    scales   float32 [experts, rows, groups], of equal groups of consecutive elements; a group is a multiple of TILE"""
     packed = [
-        _fp8_tiles(_halves(each.view(torch.uint8), False), _halves(of_rows[:, None], False))
+        _fp8_tiles(_halves(each.view(torch.uint8), False), _halves(of_rows, False))
         for each, of_rows in zip(values, scales, strict=True)
     ]
     return PackedRows("fp8", torch.stack(packed))
@@ -88,9 +91,10 @@ def _mxfp4_tiles(pairs: Tensor, powers: Tensor) -> Tensor:
 
 
 def _fp8_tiles(values: Tensor, scales: Tensor) -> Tensor:
-    """values u8 [2, rows, size], scales float32 [2, rows, 1] -> u8 [row tiles, slabs, 2, tile bytes]."""
+    """values u8 [2, rows, size], scales float32 [2, rows, groups] -> u8 [row tiles, slabs, 2, tile bytes]."""
     lanes = _in_lanes(values)  # [tile, slab, 2, warp, g, t, k, block, half, e]
     tiles, slabs = lanes.shape[:2]
     by_half = lanes.reshape(tiles, slabs, 2, 4 * 8 * 4, 2, 16).transpose(3, 4).flatten(3)
-    of_rows = scales.contiguous().view(2, tiles, 1, TILE).permute(1, 2, 0, 3).expand(-1, slabs, -1, -1).contiguous()
+    of_slabs = scales.repeat_interleave(slabs // scales.shape[-1], -1)
+    of_rows = of_slabs.view(2, tiles, TILE, slabs).permute(1, 3, 0, 2).contiguous()
     return torch.cat([by_half, of_rows.view(torch.uint8)], -1)

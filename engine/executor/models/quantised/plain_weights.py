@@ -31,6 +31,9 @@ class Weights(Protocol):
     def exact_modules(self, cuts: Mapping[str, Cut]) -> dict[str, Kept]:
         """Return the modules whose quantised weights a GEMM can use as stored, each with its format."""
 
+    def rows_of_experts(self, cuts: Mapping[str, Cut]) -> set[str]:
+        """Return the modules whose stored values kernels of experts can use unchanged (`fp8_experts.py`)."""
+
     def opened(
         self, cuts: Mapping[str, Cut], dtype: torch.dtype, quantising: Quantising
     ) -> contextlib.AbstractContextManager[dict[str, Any]]:
@@ -65,6 +68,10 @@ class PlainWeights:
     def exact_modules(self, cuts: Mapping[str, Cut]) -> dict[str, Kept]:
         """Return none, because no weight is quantised."""
         return {}
+
+    def rows_of_experts(self, cuts: Mapping[str, Cut]) -> set[str]:
+        """Return none, because no weight is quantised."""
+        return set()
 
     @contextlib.contextmanager
     def opened(self, cuts: Mapping[str, Cut], dtype: torch.dtype, quantising: Quantising) -> Iterator[dict[str, Any]]:

@@ -1,19 +1,20 @@
-"""Experts of a mixture that stay quantised: gpt-oss in mxfp4, as its checkpoints store them.
+"""Experts of a mixture that stay quantised: gpt-oss in mxfp4, other families in e4m3 (`fp8_experts.py`).
 
-    files        gate_up_proj_blocks, _scales  ── as they are ──> StoredMxfp4 in QuantisedExperts
-    the probe    QuantisedExperts dequantises both weights in every call: the reference
-    Decoder      packs both for `ops.experts` (`packed`), which widens values in registers
-    elsewhere    `widen_experts` makes transformers' module of it, in the dtype of the model
+    files         gate_up_proj_blocks, _scales  ── as they are ──> StoredMxfp4 in QuantisedExperts
+    the probe     QuantisedExperts dequantises both weights in every call: the reference
+    Decoder       packs both for `ops.experts` (`packed`), which widens values in registers
+    other layers  `pack_experts`: the same inside transformers' layers, for experts in e4m3
+    elsewhere     `widen_experts` makes transformers' module of it, in the dtype of the model
 
-Which devices and layers have such kernels: `keeps_mxfp4`.
+Which devices have such kernels: `packs_experts`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,18 +23,35 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from quire.engine.executor import ops
 from quire.engine.executor.models.quantised.dequantise import E2M1, dequantise_mxfp4
+from quire.engine.executor.models.quantised.fp8_experts import WEIGHTS, StoredFp8
 
 log = logging.getLogger(__name__)
 
-WEIGHTS = ("gate_up_proj", "down_proj")
 _HOPPER = 9  # compute capability; later GPUs have no wgmma
 
 
-def keeps_mxfp4(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the device has kernels for mxfp4 experts, in a model of `dtype`."""
+def packs_experts(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the device has kernels for mxfp4 and e4m3 experts, in a model of `dtype`."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return False
     return torch.cuda.get_device_capability(device)[0] == _HOPPER
+
+
+class StoredExpertWeight(Protocol):
+    """The quantised weight of all experts of a layer."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the weight as transformers' module has it."""
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight as transformers' module has it."""
+
+    def packed(self, *, gate_up: bool) -> ops.PackedRows:
+        """Return the weight as `ops.experts` takes it.  gate_up: it is that of gate and up."""
+
+    def to(self, move: Callable[[Tensor], Tensor]) -> Self:
+        """Return the weight with `move` applied to its tensors."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +91,10 @@ class StoredMxfp4:
         """Return the weight [experts, in, out], exact except for overflow or underflow of `dtype`."""
         return dequantise_mxfp4(self.blocks, self.scales, dtype)
 
+    def packed(self, *, gate_up: bool) -> ops.PackedRows:
+        """Return the weight as `ops.experts` takes it; gate and up rows are interleaved."""
+        return ops.pack_mxfp4(self.blocks, self.scales, interleaved=gate_up)
+
     def to(self, move: Callable[[Tensor], Tensor]) -> Self:
         """Return the weight with `move` applied to its tensors."""
         return type(self)(move(self.blocks), move(self.scales))
@@ -81,7 +103,7 @@ class StoredMxfp4:
 class QuantisedExperts(nn.Module):
     """Experts whose weights are quantised: the reference, which dequantises them in every call."""
 
-    def __init__(self, plain: Any, gate_up: StoredMxfp4, down: StoredMxfp4, dtype: torch.dtype) -> None:
+    def __init__(self, plain: Any, gate_up: StoredExpertWeight, down: StoredExpertWeight, dtype: torch.dtype) -> None:
         """plain: transformers' module, which keeps its biases.  dtype: of the model."""
         super().__init__()
         self.plain, self.gate_up, self.down, self.dtype = plain, gate_up, down, dtype
@@ -97,8 +119,7 @@ class QuantisedExperts(nn.Module):
 
     def packed(self) -> tuple[ops.PackedRows, ops.PackedRows]:
         """Return both weights in the format of `ops.experts`."""
-        gate_up = ops.pack_mxfp4(self.gate_up.blocks, self.gate_up.scales, interleaved=True)
-        return gate_up, ops.pack_mxfp4(self.down.blocks, self.down.scales, interleaved=False)
+        return self.gate_up.packed(gate_up=True), self.down.packed(gate_up=False)
 
     def widened(self) -> Any:
         """Return transformers' module with dequantised weights."""
@@ -119,6 +140,22 @@ class QuantisedExperts(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.gate_up, self.down = self.gate_up.to(fn), self.down.to(fn)
         return self
+
+
+class PackedExperts(nn.Module):
+    """Experts in e4m3 inside transformers' layers, computed by our operator: silu(gate) * up, no biases."""
+
+    def __init__(self, gate_up: ops.PackedRows, down: ops.PackedRows) -> None:
+        super().__init__()
+        self.gate_up, self.down = gate_up, down
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts: hidden_states [.., hidden], the others [T, k]."""
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        chosen, weights = top_k_index.to(torch.int32).contiguous(), top_k_weights.to(torch.float32).contiguous()
+        plus = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        found = ops.experts(x.contiguous(), chosen, weights, self.gate_up, self.down, plus=plus)
+        return found.view_as(hidden_states)
 
 
 def whole_experts(weights: set[str]) -> set[str]:
@@ -157,15 +194,36 @@ def round_experts(model: PreTrainedModel) -> None:
                 setattr(parent, name, QuantisedExperts(child, gate_up, down, model.dtype))
 
 
+def quantised_children(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, QuantisedExperts]]:
+    """Yield quantised experts with their parent and their name in it; the parent may replace them."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, QuantisedExperts):
+                yield parent, name, child
+
+
+def pack_experts(model: PreTrainedModel) -> None:
+    """Make our operator compute experts in e4m3 inside transformers' layers."""
+    packed = list[ops.PackedRows]()
+    for parent, name, child in quantised_children(model):
+        if isinstance(child.gate_up, StoredFp8):
+            weights = child.packed()
+            setattr(parent, name, PackedExperts(*weights))
+            packed += weights
+    report_packed(packed)
+
+
+def report_packed(weights: Sequence[ops.PackedRows]) -> None:
+    """Log which experts stay quantised, and the memory that they take.  weights: two per layer."""
+    if weights:
+        size = sum(weight.bytes for weight in weights) / 1e9
+        log.info("experts of %d layers stay in %s: they take %.1f GB", len(weights) // 2, weights[0].format, size)
+
+
 def widen_experts(model: PreTrainedModel) -> None:
     """Dequantise mxfp4 experts in a model that keeps transformers' layers, which our kernels do not serve.  Logs how
     many."""
-    found = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, QuantisedExperts)
-    ]
+    found = list(quantised_children(model))
     for parent, name, child in found:
         setattr(parent, name, child.widened())
     if found:

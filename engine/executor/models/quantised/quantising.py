@@ -3,12 +3,15 @@
 `Quantising` belongs to one model.  hf.py calls its methods in this order:
 
     keep           sets modules that keep their stored values, because the device has a GEMM for these
+    keep_experts   notes experts in e4m3 that can keep their stored values
     divide         sets modules sharded by columns, so that all ranks use the scale of the complete row
     while_loading  returns a class for transformers, which
                      makes the model       nn.Linear on the meta device ─> Awaiting: its weight is not there yet
+                                           experts in fp8 ─────────────> wait for stored rows, or round (fp8_experts.py)
                      sets each weight      a float weight ──────────────> rounded to 8 or 4 bits at once
                                            stored values of a kept one ─> kept; stored_weights.py notes their `scales`
     settle         makes it computable     Awaiting ────────────────────> QuantisedLinear
+                                           experts ─────────────────────> QuantisedExperts
 
 Only quantised checkpoints have values to `keep`, and only several ranks `divide`.  A model that has its weights is
 quantised by `quantise`, which needs neither `keep` nor `while_loading`.
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
@@ -27,12 +31,22 @@ from transformers import PreTrainedModel
 
 from quire.engine.executor import ops
 from quire.engine.executor.errors import UnsupportedModel
+from quire.engine.executor.models.experts import is_experts
+from quire.engine.executor.models.fusible import MIXTURES
 from quire.engine.executor.models.quantised.dequantise import Kept
+from quire.engine.executor.models.quantised.fp8_experts import (
+    WEIGHTS,
+    StoredExperts,
+    await_rounding,
+    await_rows,
+    refused_for_fp8,
+    settle_rows,
+)
 from quire.engine.executor.models.quantised.quantised import BITS, DTYPE, Kind, Quantised, QuantisedLinear, Scales
 from quire.engine.executor.models.quantised.quantised_experts import (
-    WEIGHTS,
+    QuantisedExperts,
     await_experts,
-    keeps_mxfp4,
+    packs_experts,
     settled_experts,
     whole_experts,
 )
@@ -41,6 +55,7 @@ from quire.engine.executor.ranks.ranks import ALONE, Ranks
 log = logging.getLogger(__name__)
 
 GPU_CAPABILITY = (9, 0)  # minimum compute capability for quantised GEMMs: Hopper
+NOT_STORED = "not every weight is stored in e4m3 with scales that they take"
 # Last parts of the names of routers, which choose experts.  They are small, and quantisation could change the choice.
 ROUTERS = {"gate", "router", "shared_expert_gate"}
 
@@ -138,14 +153,20 @@ class Awaiting(nn.Module):
 class Quantising:
     """Which layers of one model are quantised, and their scales while it is read."""
 
-    def __init__(self, kind: Literal["none", "int8", "fp8", "int4"], device: torch.device) -> None:
-        """kind: the value of --quantize."""
+    def __init__(
+        self, kind: Literal["none", "int8", "fp8", "int4"], device: torch.device, *, own_experts: bool = True
+    ) -> None:
+        """kind: the value of --quantize.  own_experts: our kernels compute experts of every family."""
         self.kind, self._device = None if kind == "none" else kind, device
         self._stored: Mapping[str, Kept] = {}
         self._ranks, self._divided = ALONE, frozenset[str]()
         self.kept: dict[str, Kept] = {}  # modules whose stored values are served
         self.scales: dict[str, Scales] = {}  # scales of these modules, until the model is settled
         self.kept_experts: set[str] = set()  # modules of experts whose stored mxfp4 values are served
+        self.kept_rows: set[str] = set()  # modules, as files have them, of single experts whose e4m3 values are served
+        self._own_experts, self._stored_experts = own_experts, StoredExperts(())
+        self._fp8_experts: set[str] = set()  # modules of experts that are served in e4m3
+        self._quantised_experts = False  # some of them were rounded here
         self.scales_of_experts: dict[str, Tensor] = {}  # scales by weight, until the model is settled
         self._rounded_head = False
 
@@ -155,11 +176,15 @@ class Quantising:
 
         Modules that `--quantize` covers follow that option instead."""
         experts = {weight for weight, kind in modules.items() if kind == "mxfp4"}
-        if experts and keeps_mxfp4(self._device, dtype):
+        if experts and packs_experts(self._device, dtype):
             self.kept_experts = whole_experts(experts)
         if len(modules) > len(experts):
             kinds = {kind for kind in kept_kinds(self._device, dtype) if self.kind in (None, ROUNDED[kind])}
             self._stored = {module: kind for module, kind in modules.items() if kind in kinds}
+
+    def keep_experts(self, modules: Iterable[str]) -> None:
+        """Serve the stored e4m3 values of experts among these modules, if the device has kernels for the layer."""
+        self._stored_experts = StoredExperts(set(modules))
 
     def divide(self, modules: Iterable[str], ranks: Ranks) -> None:
         """Note modules sharded by columns.  The scale of a row is that of the complete row, as with one rank.
@@ -175,11 +200,17 @@ class Quantising:
         return self.kind == "fp8" or self._rounded_head or "fp8" in {ROUNDED[kind] for kind in self.kept.values()}
 
     @property
+    def keeps_experts(self) -> bool:
+        """Whether stored values of experts are served."""
+        return bool(self.kept_experts or self.kept_rows)
+
+    @property
     def changes(self) -> dict[str, str]:
         """Differences between the served weights and the files, for the fingerprint."""
         kinds = {f"{ROUNDED[kind]} as stored" for kind in self.kept.values()}
         kinds |= {self.kind} if self.kind else set()  # --quantize may quantise further modules
-        return {"weights of linear layers": ", ".join(sorted(map(str, kinds)))} if kinds else {}
+        changed = {"weights of linear layers": ", ".join(sorted(map(str, kinds)))} if kinds else {}
+        return changed | ({"weights of experts": "fp8"} if self._quantised_experts else {})
 
     def while_loading(self, model: type[PreTrainedModel]) -> type[PreTrainedModel]:
         """Return a class whose models await their weights.  `settle` restores the model's own class."""
@@ -202,6 +233,7 @@ class Quantising:
         The LM head (but see `settle`), embeddings, routers, modules other than nn.Linear, and layers of sizes that no
         such GEMM supports stay unquantised."""
         head = model.get_output_embeddings()
+        self._swap_experts(model)
         for path, parent in list(model.named_modules()):
             if path in self.kept_experts:
                 await_experts(parent)
@@ -217,6 +249,49 @@ class Quantising:
                     awaiting = Awaiting(child, DTYPE[self.kind], self._device, stored=False, largest_of_rows=whole)
                     setattr(parent, name, awaiting)
 
+    def _swap_experts(self, model: PreTrainedModel) -> None:
+        """Make experts that our kernels can compute in e4m3 await their weights.  Logs which are not, and why."""
+        if not (self._stored_experts or self.kind == "fp8"):
+            return
+        reasons = Counter[tuple[str, str]]()
+        for path, experts in model.named_modules():
+            if not is_experts(experts):
+                continue
+            stored = self._stored_experts.of(path, len(experts.down_proj))
+            if reason := self._refusal(model, experts) or ("" if stored or self.kind == "fp8" else NOT_STORED):
+                reasons[type(experts).__name__, reason] += 1
+                continue
+            self._fp8_experts.add(path)
+            self.kept_rows |= stored
+            if stored:
+                await_rows(experts)
+            else:
+                await_rounding(experts, self._device)
+                self._quantised_experts = True
+        for (name, reason), layers in reasons.items():
+            log.info("experts of %d layers (%s) are not served in fp8: %s", layers, name, reason)
+
+    def _refusal(self, model: PreTrainedModel, experts: Any) -> str:
+        """Return why no kernel of the device multiplies by these experts in e4m3; empty: one does."""
+        if self._ranks.size > 1:
+            return "several ranks"
+        if not packs_experts(self._device, experts.down_proj.dtype):
+            return "only a Hopper GPU in bfloat16 has kernels for them"
+        if not (self._own_experts or isinstance(model, tuple(MIXTURES))):
+            return "--no-own-experts"
+        return refused_for_fp8(experts)
+
+    def _settle_experts(self, model: PreTrainedModel) -> int:
+        """Make experts in e4m3, whose weights are set, able to compute.  Returns the number of their weights."""
+        weights = 0
+        for path in self._fp8_experts:
+            parent, _, name = path.rpartition(".")
+            experts = model.get_submodule(path)
+            gate_up, down = settle_rows(experts)
+            weights += math.prod(gate_up.shape) + math.prod(down.shape)
+            setattr(model.get_submodule(parent), name, QuantisedExperts(experts, gate_up, down, model.dtype))
+        return weights
+
     def settle(self, model: PreTrainedModel, own: type[PreTrainedModel]) -> None:
         """Make the model, whose class is `own`, able to compute.  Its weights must be set.  With int4 the LM head gets
         8 bits.
@@ -224,8 +299,8 @@ class Quantising:
         Raises UnsupportedModel if --quantize found nothing to quantise, and on a GPU for a model in another dtype than
         bfloat16."""
         model.__class__ = own
-        quantised = 0
-        bits: set[int] = set()
+        quantised = self._settle_experts(model)
+        bits = {8} if quantised else set[int]()
         for path, parent in list(model.named_modules()):
             for name, child in parent.named_children():
                 if (full := f"{path}.{name}".lstrip(".")) in self.kept_experts:

@@ -41,6 +41,7 @@ from quire.engine.executor.models.quantised.dequantise import (
     in_order_of_groups,
     stored_as,
 )
+from quire.engine.executor.models.quantised.fp8_experts import stored_in_rows, stored_rows
 from quire.engine.executor.models.quantised.joined_experts import join_experts, joined_name
 from quire.engine.executor.models.quantised.quantisation import Format, Quantisation
 from quire.engine.executor.models.quantised.quantised import BLOCK, Quantised
@@ -85,6 +86,9 @@ class QuantisedWeight:
             parts, _ = self._read(None)
             self.quantising.scales_of_experts[self.module] = parts["scales"]
             return parts["blocks"]
+        if self.module in self.quantising.kept_rows:
+            parts, _ = self._read(None)
+            return stored_rows(self.how, parts)
         pieces: Sequence[Where | None] = self.cut.pieces(self.shape) if self.cut else [None]
         if self.module in self.quantising.kept:
             quantised = Quantised.join([self._stored(where) for where in pieces])
@@ -208,6 +212,14 @@ class StoredWeights:
                         continue
             found[weight.removesuffix(".weight")] = kind
         return found
+
+    def rows_of_experts(self, cuts: Mapping[str, Cut]) -> set[str]:
+        """Return the modules whose stored values `fp8_experts.stored_rows` can keep, if they are of experts."""
+        return {
+            weight.removesuffix(".weight")
+            for weight, parts in self._weights.items()
+            if weight not in cuts and stored_in_rows(self.how, parts, *self._numbers[weight])
+        }
 
     def _divides(self, kind: Kept, cut: Cut | None, shape: Shape) -> bool:
         """Whether the shard of a weight begins and ends at borders of its blocks or groups."""
