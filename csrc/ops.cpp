@@ -280,9 +280,10 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
 }
 
 // Layers with a state per slot.  Sequence s owns tokens q_start[s] .. q_start[s + 1] - 1 and the state rows[s], which
-// is updated in place.  No two sequences share a state.  keeps [n, 2] i32, by ascending token: (end, place) copies the
-// state of the sequence to states[place] once the tokens before `end` are computed.  A token's result has the same bits
-// in any batch and chunking.
+// is updated in place.  No two sequences share a state.  lens [S] i32: a sequence of length 0 is padding of a CUDA graph,
+// its outputs are 0 and it has no state; without `lens` there is no padding.  keeps [n, 2] i32, by ascending token:
+// (end, place) copies the state of the sequence to states[place] once the tokens before `end` are computed.  A token's
+// result has the same bits in any batch and chunking.
 TORCH_LIBRARY_FRAGMENT(quire, m) {
   //   x, out   [T, channels]
   //   weight   [taps, channels] f32, the last tap is the newest token's · bias [channels] f32
@@ -290,7 +291,7 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   // out = bias + sum over the taps of weight * input; silu: then silu
   m.def(
       "causal_conv(Tensor x, Tensor weight, Tensor? bias, bool silu, Tensor(a!) states, Tensor rows, Tensor q_start, "
-      "Tensor? keeps, Tensor(b!) out) -> ()");
+      "Tensor? lens, Tensor? keeps, Tensor(b!) out) -> ()");
   //   q, k     [T, key_heads, keys]; v [T, heads, values]; one dtype
   //   decay    [T, heads] f32: logarithm of the factor of the old state · beta [T, heads] f32: factor of the delta rule
   //   q_scale  factor of q; eps > 0: q and k become x / sqrt(sum(x^2) + eps) first
@@ -298,7 +299,7 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   // S = exp(decay) S;  w = beta (v - k^T S), without beta v;  S += k w^T;  out = q^T S
   m.def(
       "linear_recurrence(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta, float q_scale, float eps, "
-      "Tensor(a!) states, Tensor rows, Tensor q_start, Tensor? keeps, Tensor(b!) out) -> ()");
+      "Tensor(a!) states, Tensor rows, Tensor q_start, Tensor? lens, Tensor? keeps, Tensor(b!) out) -> ()");
 }
 
 // Operators of the host, without tensors.

@@ -24,6 +24,10 @@ template <class T>
 void conv_channels(const ConvArgs<T>& a, int64_t sequence, int64_t first, int64_t end) {
   const int64_t begin = a.packed.starts[sequence], count = a.packed.starts[sequence + 1] - begin;
   const int64_t past = a.taps - 1, channels = a.channels;
+  if (a.packed.is_padding(sequence)) {
+    for (int64_t t = 0; t < count; ++t) std::fill_n(a.out + (begin + t) * channels + first, end - first, T{});
+    return;
+  }
   T* state = a.states + a.packed.slots[sequence] * past * channels;
   // Input i of the sequence in this step; i < 0: inputs of earlier steps, from the state.
   const auto input = [&](int64_t i) -> const T* {
@@ -117,6 +121,10 @@ void recur_head(const RecurrenceArgs<T>& a, int64_t sequence, int64_t head, floa
   const int64_t begin = a.packed.starts[sequence], end = a.packed.starts[sequence + 1];
   const int64_t key_head = head / (a.heads / a.key_heads), keys = a.keys, values = a.values;
   const int64_t size = keys * values;
+  if (a.packed.is_padding(sequence)) {
+    for (int64_t t = begin; t < end; ++t) std::fill_n(a.out + (t * a.heads + head) * values, values, 0.0f);
+    return;
+  }
   float* state = a.states + (a.packed.slots[sequence] * a.heads + head) * size;
   float *q = scratch, *k = q + kTokens * keys, *edge = k + kTokens * keys;  // edge: fewer than kWidth columns
   for (int64_t first = begin, count; first < end; first += count) {

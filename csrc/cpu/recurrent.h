@@ -22,9 +22,12 @@ struct Keep {
 struct Packed {
   const int32_t* slots;   // [sequences]
   const int32_t* starts;  // [sequences + 1]
+  const int32_t* lens;    // [sequences]; 0: padding, whose outputs are 0 and which has no state; null: none is padding
   int64_t sequences;
   const Keep* keeps;  // [keep_count], by ascending end
   int64_t keep_count;
+
+  bool is_padding(int64_t sequence) const { return lens && lens[sequence] == 0; }
 
   // Calls use(keep) for each keep with first < end <= last, where first and last lie in one sequence.
   template <class Use>

@@ -12,13 +12,14 @@ struct PackedSizes {
   Size tokens{"tokens"}, sequences{"sequences"}, slots{"slots"};
 };
 
-// rows [S] i32, q_start [S + 1] i32, keeps [n, 2] i32.
-inline void check_packed(const at::Tensor& rows, const at::Tensor& q_start, const std::optional<at::Tensor>& keeps,
-                         PackedSizes& sizes, const Place& place) {
+// rows [S] i32, q_start [S + 1] i32, lens [S] i32, keeps [n, 2] i32.
+inline void check_packed(const at::Tensor& rows, const at::Tensor& q_start, const std::optional<at::Tensor>& lens,
+                         const std::optional<at::Tensor>& keeps, PackedSizes& sizes, const Place& place) {
   Size bounds("sequences + 1");
   expect_plain("rows", rows, {sizes.sequences}, at::kInt, place);
   bounds.agree("rows", sizes.sequences + 1);
   expect_plain("q_start", q_start, {bounds}, at::kInt, place);
+  if (lens) expect_plain("lens", *lens, {sizes.sequences}, at::kInt, place);
   Size count("keeps"), two("columns of keeps");
   two.agree("this operator", 2);
   if (keeps) expect_plain("keeps", *keeps, {count, two}, at::kInt, place);
@@ -30,7 +31,8 @@ struct ConvSizes : PackedSizes {
 
 inline ConvSizes check_causal_conv(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                                    const at::Tensor& states, const at::Tensor& rows, const at::Tensor& q_start,
-                                   const std::optional<at::Tensor>& keeps, const at::Tensor& out, const Place& place) {
+                                   const std::optional<at::Tensor>& lens, const std::optional<at::Tensor>& keeps,
+                                   const at::Tensor& out, const Place& place) {
   ConvSizes sizes;
   expect_device("x", x, place);
   expect("x", x, {sizes.tokens, sizes.channels});
@@ -40,7 +42,7 @@ inline ConvSizes check_causal_conv(const at::Tensor& x, const at::Tensor& weight
   sizes.past.agree("weight", sizes.taps - 1);
   expect_plain("states", states, {sizes.slots, sizes.past, sizes.channels}, x.scalar_type(), place, "x");
   expect_plain("out", out, {sizes.tokens, sizes.channels}, x.scalar_type(), place, "x");
-  check_packed(rows, q_start, keeps, sizes, place);
+  check_packed(rows, q_start, lens, keeps, sizes, place);
   return sizes;
 }
 
@@ -51,8 +53,9 @@ struct RecurrenceSizes : PackedSizes {
 inline RecurrenceSizes check_linear_recurrence(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                                const at::Tensor& decay, const std::optional<at::Tensor>& beta,
                                                const at::Tensor& states, const at::Tensor& rows,
-                                               const at::Tensor& q_start, const std::optional<at::Tensor>& keeps,
-                                               const at::Tensor& out, const Place& place) {
+                                               const at::Tensor& q_start, const std::optional<at::Tensor>& lens,
+                                               const std::optional<at::Tensor>& keeps, const at::Tensor& out,
+                                               const Place& place) {
   RecurrenceSizes sizes;
   for (const auto& [who, t] : {std::pair{"q", q}, {"k", k}}) {
     expect_device(who, t, place);
@@ -69,7 +72,7 @@ inline RecurrenceSizes check_linear_recurrence(const at::Tensor& q, const at::Te
   if (beta) expect_plain("beta", *beta, {sizes.tokens, sizes.heads}, at::kFloat, place);
   expect_plain("states", states, {sizes.slots, sizes.heads, sizes.keys, sizes.values}, at::kFloat, place);
   expect_plain("out", out, {sizes.tokens, sizes.heads, sizes.values}, at::kFloat, place);
-  check_packed(rows, q_start, keeps, sizes, place);
+  check_packed(rows, q_start, lens, keeps, sizes, place);
   return sizes;
 }
 

@@ -4,7 +4,7 @@
 
 A live state is as large at the first token as at the last, so `max_seqs` states take a fixed size.  If max_seqs is not
 configured, there are as many slots as half of the states' memory holds.  The rest of it becomes checkpoints, and what
-these don't need is KV cache.
+these don't need is KV cache.  On a GPU states are allocated first, and the KV cache gets what they and a step leave.
 """
 
 from __future__ import annotations

@@ -81,6 +81,8 @@ class StepGraphs:
         """Replay the model's graph of step `number`, which has slices.  Returns False if there is none."""
         if self._batch.adapted:
             return self.adapted is not None and self.adapted.mixed(number, mixed)
+        if mixed.keeps is not None:  # copies of recurrent state on its way differ from step to step
+            return False
         if mixed.shape not in self._batch.shapes or not (self._captured or self._recorded_mixed(number, mixed)):
             return False
         self._mixed_graphs.replay(mixed.shape)

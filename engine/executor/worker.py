@@ -164,7 +164,8 @@ class Worker:
         config, model = self._config, self._loaded
         if not model.states:
             return None, max_seqs
-        sizes = {"state_bytes": state_bytes(model.states, model.dtype), "max_seqs": max_seqs, "memory": memory.kv}
+        available = cache_bytes(self.device, kv_memory_gib=config.kv_memory_gib, cpu_budget=memory.kv)
+        sizes = {"state_bytes": state_bytes(model.states, model.dtype), "max_seqs": max_seqs, "memory": available}
         division = divide_states(config, **sizes)
         where = model.dtype, self.device
         return States(model.states, division.slots, division.checkpoints, *where), division.slots
@@ -203,7 +204,8 @@ class Worker:
         )
         token_bytes = full.token_bytes
         taken = sum(group.blocks * group.token_bytes * config.block_size for group in windows)
-        taken += self._states.bytes if self._states else 0
+        if self._states and (config.kv_memory_gib or not self._gpu):  # else they are not in the GPU's free memory
+            taken += self._states.bytes
         # If no length is configured, the cache decides: the model's own maximum may be meant for a larger machine.
         self.blocks = blocks_that_fit(
             token_bytes=token_bytes,
@@ -245,7 +247,8 @@ class Worker:
         config, model = self._config, self._loaded
         if not self._gpu or config.kv_blocks or config.kv_memory_gib:
             return 0
-        batch = self._new_batch(allocate(model.layers, 1, config.block_size, kv_dtype, self.device))
+        caches = allocate(model.layers, 1, config.block_size, kv_dtype, self.device)
+        batch = self._new_batch(self._states.attached(caches) if self._states else caches)
         # An engine that takes over reuses what the previous engine measured.
         sizes = f"{self.max_seqs} {self._step_tokens} {model.max_model_len} {model.dtype} {self.draft_tokens}"
         plan = MemoryPlan(config, model.directory, sizes)

@@ -33,6 +33,9 @@ def cached_layers(kind: str, layers: list[KVShape], device: torch.device) -> lis
         return layers
     found = []
     for layer in layers:
+        if not layer.heads:  # a layer without attention
+            found.append(layer)
+            continue
         size = next((size for size in GPU_HEAD_SIZES if size >= layer.head_size), None)
         if size is None:
             reason = f"head size {layer.head_size}; on a GPU it may be at most {GPU_HEAD_SIZES[-1]}"

@@ -141,7 +141,7 @@ def load_model(
     whole = read_config(directory, changes := overrides.parse(hf_overrides))
     check_files(directory, random=random)
     config = served_part(whole, directory, changes)
-    families.check_device(config, device, ranks.size)
+    families.check_ranks(config, ranks.size)
     names = names_of(config, part := config is not whole)
     max_model_len = check_length(config, max_model_len, overrides.load_config(directory, {}) if changes else None)
     quantising = Quantising(quantize, device, own_experts=own_experts)
@@ -202,6 +202,7 @@ def prove(
 def prove_states(module: PreTrainedModel, max_model_len: int, swap: dict[str, bool], *, rounds_inputs: bool) -> Proved:
     """Prove a model with recurrent layers, and replace these layers by our modules."""
     proof = probe_recurrent(module, max_model_len)
+    proof = proof._replace(layers=cached_layers(module.config.model_type, proof.layers, module.device))
     states = families.replace_layers(module)
     swap_modules(module, max_model_len, decoder=False, sites=None, **swap)
     prove_recurrent(module, proof, states, rounds_inputs=rounds_inputs)

@@ -1,4 +1,4 @@
-"""Recurrent layers on a CPU."""
+"""Recurrent layers."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ def causal_conv(
     q_start: torch.Tensor,
     keeps: torch.Tensor | None,
     silu: bool,
+    lens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Convolve each channel of a sequence over its newest inputs, on a CPU: [T, channels] -> [T, channels].
+    """Convolve each channel of a sequence over its newest inputs: [T, channels] -> [T, channels].
 
-    weight      [taps, channels] float32, the last tap is the newest token's;  bias [channels] float32
+    weight      [taps, channels] float32, the last tap is the newest token's, on a GPU 2 to 4 taps;  bias [channels]
+                float32
     states      [slots, taps - 1, channels], dtype of x: the last inputs before the step, updated in place
     rows        [S] int32, the slot of each sequence; distinct
     q_start     [S + 1] int32, sequence s owns tokens q_start[s] .. q_start[s + 1] - 1
     keeps       [n, 2] int32 (end, place), by ascending end: copy the state before token `end` to states[place]
     silu        apply silu to the result
+    lens        [S] int32; a sequence of length 0 is padding: its outputs are 0, and it has no state
 
     A token's result has the same bits in any batch and any chunking of its prompt.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    torch.ops.quire.causal_conv.default(x, weight, bias, silu, states, rows, q_start, keeps, out)
+    torch.ops.quire.causal_conv.default(x, weight, bias, silu, states, rows, q_start, lens, keeps, out)
     return out
 
 
@@ -42,22 +45,25 @@ def linear_recurrence(
     q_start: torch.Tensor,
     keeps: torch.Tensor | None,
     *,
+    lens: torch.Tensor | None = None,
     q_scale: float = 1.0,
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """Return the outputs of a linear recurrence over each sequence, on a CPU: [T, heads, values] float32.
+    """Return the outputs of a linear recurrence over each sequence: [T, heads, values] float32.
 
-    q, k        [T, key_heads, keys], any strides as long as rows of keys are contiguous; heads % key_heads == 0
+    q, k        [T, key_heads, keys], any strides as long as rows of keys are contiguous; heads % key_heads == 0;
+                keys <= 256 on a GPU
     v           [T, heads, values], the same dtype
     decay       [T, heads] float32, logarithm of the factor of the old state
     beta        [T, heads] float32: factor of the delta rule; None: no delta rule
     states      [slots, heads, keys, values] float32, updated in place
-    rows, q_start, keeps  as in `causal_conv`
+    rows, q_start, keeps, lens  as in `causal_conv`
     q_scale     factor of q;  eps > 0: q and k become x / sqrt(sum(x^2) + eps) first
 
     Per token: S = exp(decay) S;  w = beta (v - k^T S), or v;  S = S + k w^T;  out = q^T S.  A token's result has the
     same bits in any batch and any chunking of its prompt.
     """
     out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-    torch.ops.quire.linear_recurrence.default(q, k, v, decay, beta, q_scale, eps, states, rows, q_start, keeps, out)
+    where = rows, q_start, lens, keeps
+    torch.ops.quire.linear_recurrence.default(q, k, v, decay, beta, q_scale, eps, states, *where, out)
     return out

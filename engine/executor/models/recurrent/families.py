@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -60,17 +59,11 @@ def is_recurrent(config: PretrainedConfig) -> bool:
     return bool(known_kinds(text) & set(getattr(text, "layer_types", None) or ()))
 
 
-def check_device(config: PretrainedConfig, device: torch.device, ranks: int) -> None:
-    """Raise UnsupportedModel if the config has recurrent layers, which this device or several ranks do not compute."""
-    kind = config.model_type
-    if not is_recurrent(config):
-        return
-    if device.type == "cuda":
-        reason = "layers with recurrent state have no GPU kernels yet (prompts, and one token for each slot)"
-        raise UnsupportedModel(f"{kind}: {reason}; --device cpu can do it")
-    if ranks > 1:
+def check_ranks(config: PretrainedConfig, ranks: int) -> None:
+    """Raise UnsupportedModel if the config has recurrent layers, which several ranks do not compute."""
+    if is_recurrent(config) and ranks > 1:
         reason = "ranks cannot share the recurrent state of a layer"
-        raise UnsupportedModel(f"{kind}: --tensor-parallel is {ranks}, at most 1: {reason}")
+        raise UnsupportedModel(f"{config.model_type}: --tensor-parallel is {ranks}, at most 1: {reason}")
 
 
 def replace_layers(model: PreTrainedModel) -> list[StateShape]:

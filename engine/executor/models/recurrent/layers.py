@@ -38,7 +38,8 @@ class Convolution(nn.Module):
     def forward(self, x: Tensor, step: StepTensors, layer: int) -> Tensor:
         """[T, channels] -> [T, channels]."""
         where = step.rows, step.q_start, step.keeps
-        return ops.causal_conv(x, self.taps, self.bias, state_of(step, layer).conv, *where, self.silu)
+        states = state_of(step, layer).conv
+        return ops.causal_conv(x, self.taps, self.bias, states, *where, self.silu, lens=step.lens)
 
 
 def recur(
@@ -54,7 +55,8 @@ def recur(
     """Run the linear recurrence of a layer over the step's tokens, by `ops.linear_recurrence`: [T, heads, values]."""
     recurrent = state_of(step, layer).recurrent
     assert recurrent is not None
-    return ops.linear_recurrence(q, k, v, decay, beta, recurrent, step.rows, step.q_start, step.keeps, **how)
+    where = step.rows, step.q_start, step.keeps
+    return ops.linear_recurrence(q, k, v, decay, beta, recurrent, *where, lens=step.lens, **how)
 
 
 def negative_exp(logarithm: Tensor) -> Tensor:

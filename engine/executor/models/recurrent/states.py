@@ -5,7 +5,8 @@
                           |
                           └ place: 0 .. max_seqs - 1 are the live states of the slots, the others are checkpoints
 
-A step updates the live states in place.  A checkpoint is a copy of one place to another in all layers.
+A step updates the live states in place.  A checkpoint is a copy of one place to another in all layers.  On a GPU copies
+are launches in the order of steps, so a plan may copy the state that the step in flight will leave.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from quire.engine.core.plan import StepPlan
+from quire.engine.executor import ops
 from quire.engine.executor.errors import NotEnoughMemory
 from quire.engine.executor.kv_cache import GIB, Caches, LayerState
 
@@ -66,7 +69,8 @@ class States:
             raise NotEnoughMemory(
                 f"no memory for {places} recurrent states of {self.bytes / GIB:.2f} GiB: lower state_memory_gib"
             ) from error
-        self._tensors = [tensor for state in self.layers.values() for tensor in state if tensor is not None]
+        self._device = device
+        self._groups = groups_of(self.layers.values())
 
     @property
     def bytes(self) -> int:
@@ -87,26 +91,43 @@ class States:
     def begin_step(self, plan: StepPlan) -> None:
         """Before a step computes: save its plan's checkpoints of decoding slots, and set the first state of started
         slots."""
-        self.copy((slot, self._slots + checkpoint) for slot, checkpoint in plan.keep)
-        self.copy((self._slots + start.state, start.slot) for start in plan.starts if start.state >= 0)
+        self.copy([(slot, self._slots + checkpoint) for slot, checkpoint in plan.keep])
+        self.copy([(self._slots + start.state, start.slot) for start in plan.starts if start.state >= 0])
         self.clear([start.slot for start in plan.starts if start.state < 0])
 
     def end_step(self, plan: StepPlan) -> None:
         """After a step has computed: copy the parent's state to each fork of its plan."""
-        self.copy((fork.parent, fork.slot) for fork in plan.forks)
+        self.copy([(fork.parent, fork.slot) for fork in plan.forks])
 
     def clear(self, places: list[int]) -> None:
         """Zero these places: the state of a sequence without tokens."""
-        for tensor in self._tensors:
-            for place in places:
-                tensor[place].zero_()
+        if places:
+            there = self._sent(places)
+            for tensors in self._groups:
+                ops.block_fill(tensors, there, 0.0)
 
-    def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copy states (from place, to place), one pair after another."""
-        for source, target in pairs:
-            for tensor in self._tensors:
-                tensor[target].copy_(tensor[source])
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy states (from place, to place).  No place may be written twice, or both read and written."""
+        if pairs:
+            there = self._sent(pairs)
+            for tensors in self._groups:
+                ops.block_copy(tensors, there)
+
+    def _sent(self, values: Sequence[int | tuple[int, int]]) -> Tensor:
+        """Return places, or pairs of places, on the device, without waiting for it."""
+        here = torch.tensor(values, dtype=torch.int64)
+        return here if self._device.type == "cpu" else here.pin_memory().to(self._device, non_blocking=True)
 
     def attached(self, caches: Caches) -> Caches:
         """Return the caches of all layers with their states."""
         return [cache._replace(state=self.layers.get(layer)) for layer, cache in enumerate(caches)]
+
+
+def groups_of(states: Iterable[LayerState]) -> list[list[Tensor]]:
+    """Return the tensors of all layers by shape, with the four dimensions of a KV cache: one launch moves a group."""
+    groups: dict[torch.Size, list[Tensor]] = {}
+    for state in states:
+        for tensor in (state.conv[:, None], state.recurrent):
+            if tensor is not None:
+                groups.setdefault(tensor.shape, []).append(tensor)
+    return list(groups.values())
