@@ -45,7 +45,7 @@ CLOSE_S = 10.0  # maximum seconds for a failed executor to release its device
 
 
 class Stopwatch:
-    """Measures the parts of a start, for the log: the streams of a crashed engine pause during a restart."""
+    """Measures the parts of a start, for the log, because the streams of a crashed engine pause during a restart."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
@@ -199,7 +199,7 @@ class Server:
 
     def _hung(self, seconds: float) -> None:
         try:
-            log.critical("a step has not returned for %.0f s: the engine ends, its requests move on", seconds)
+            log.critical("a step has not returned for %.0f s: the engine ends, others resume its requests", seconds)
             self._bus.stop(died=True)
         finally:
             logging.shutdown()

@@ -1,4 +1,4 @@
-"""Holds requests back until their LoRA adapter is in host memory (gate.py): no step waits for a file."""
+"""Delays requests until their LoRA adapter is in host memory (gate.py): no step waits for a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.engine.orders import Inbox, Order, Returned, request_of
 from quire.engine.wire.clock import steady_ms
 from quire.engine.wire.messages import Generate
 
-UNSUPPORTED = "no engine of this deployment takes LoRA adapters now"  # message for clients
+UNSUPPORTED = "no engine of this deployment supports LoRA adapters now"  # message for clients
 
 
 class AdapterGate(Gate):
@@ -20,8 +20,8 @@ class AdapterGate(Gate):
     def __init__(
         self, inbox: Inbox, store: HeldAdapters | None, clock: Callable[[], int] = steady_ms, *, returns: bool = False
     ) -> None:
-        """`store`: None: the executor has no LoRA support.  `returns`: requests that this engine cannot serve, for want
-        of LoRA support or of the adapter's files, return to the queue; False: they end with an error."""
+        """`store`: None: the executor has no LoRA support.  `returns`: requests that this engine cannot serve, because
+        it lacks LoRA support or the adapter's files, return to the queue; False: they end with an error."""
         super().__init__(inbox, store, clock)
         self._adapters, self._returns = store, returns
 

@@ -1,4 +1,5 @@
-"""The bus thread: syncs with Redis, and is the inbox and outbox of an Engine.
+"""The bus thread: syncs with Redis, and is the inbox and outbox of an Engine.  An *order* is a control message to the
+engine: a request, an abort, a reset of the prefix cache.
 
     Redis <==sync==> BusThread ==orders==> drain()   the loop's thread
                                    <=outputs== put()
@@ -38,7 +39,7 @@ from quire.engine.wire.records import SyncReply
 log = logging.getLogger("quire.engine")
 T = TypeVar("T")
 
-BUFFER_TOKENS = 2**18  # maximum tokens that wait for Redis, all requests together: some 70 MB
+BUFFER_TOKENS = 2**18  # maximum tokens buffered while Redis is unreachable, all requests together: some 70 MB
 STOP_S = 5.0  # seconds that stop() waits for an unreachable Redis
 WAKEUP_PAUSE_S = 1.0  # pause after an error on the wake-up channel's connection
 
@@ -57,10 +58,10 @@ class BusThread:
         self._config = config
         self._telemetry = telemetry or Telemetry(config.engine_id)
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
-        self._outputs: deque[tuple[Outputs, int]] = deque()  # (outputs, requests that the loop had dropped by then)
+        self._outputs: deque[tuple[Outputs, int]] = deque()  # (outputs, number of requests dropped by the loop by then)
         # Reassigned requests for which the loop may still publish tokens, because it has not processed the abort yet:
-        # id -> number of the reassignment.  These tokens must not be sent: the engine has a new lease, and may even
-        # have claimed the same request again.
+        # id -> sequence number of the reassignment.  These tokens must not be sent: the engine has a new lease, and may
+        # even have claimed the same request again.
         self._lost: dict[str, int] = {}
         self._losses = 0  # number of reassignments since start
         self._put = self._sent = 0  # deltas since start; the loop writes `_put`, the bus thread writes `_sent`
@@ -70,7 +71,7 @@ class BusThread:
         self._prefixes: deque[tuple[list[bytes], list[bytes]]] | None = None
         self._backlog = PromptBacklog()
         self._retry_s: float | None = None  # seconds after which to sync again for requests left to other engines
-        self._claimed: deque[tuple[int, int]] = deque()  # (number of the claim, prompt tokens) of unreported claims
+        self._claimed: deque[tuple[int, int]] = deque()  # (sequence number, prompt tokens) of unreported claims
         self._claims = 0  # number of claims since start
         self._stopping = False
         self._died = False  # the engine has failed, so it claims no further request
@@ -94,7 +95,7 @@ class BusThread:
     def stop(self, *, died: bool = False) -> None:
         """Send the remaining outputs, then give up the lease.  `died`: see EngineSide.close().
 
-        If Redis is unreachable, the outputs are dropped.  No client loses a token: the next engine computes them
+        If Redis is unreachable, the outputs are dropped.  Clients lose no token, because another engine computes them
         again."""
         self._died = died
         self._stopping = True
@@ -141,7 +142,7 @@ class BusThread:
         return self._ask(self._bus.hot_prefixes.take(fingerprint))
 
     def write_hot_prefixes(self, fingerprint: str, prefixes: Sequence[HotPrefix]) -> None:
-        """Schedule the hot prefixes of a model to be stored after the next sync.  Never blocks."""
+        """Schedule writing the hot prefixes of a model after the next sync.  Never blocks."""
         self._hot = fingerprint, prefixes
         self._ring()
 

@@ -1,12 +1,13 @@
-"""Gate: holds requests back until their resource (grammar, LoRA adapter) is ready, so that no step waits for it.
+"""Gate: delays requests until their resource (grammar, LoRA adapter) is ready, so that no step waits for it.
 
     Inbox.drain() ==orders==> Gate.drain() ==ready requests==> Engine.turn ==ended requests==> ended
                                |  waiting: by resource, by deadline                             |
                                '-- hold ──> store: prepares resources on threads <── release ───┘
 
-A request holds its resource until it ends, so the resource is still ready when a preempted sequence resumes.  An abort
-or a passed deadline lets a waiting request through, and the scheduler ends it.  If a resource cannot be prepared, its
-request ends with an error (`Refused`).  Gates are chained: each gate is the inbox of the next one.
+A request holds (references) its resource until it ends, so the resource is still ready when a preempted sequence
+resumes.  After an abort or its deadline a waiting request passes the gate, and the scheduler ends it.  If a resource
+cannot be prepared, its request ends with an error (`Refused`).  Gates are chained: each gate is the inbox of the next
+one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ POLL_S = 0.002  # seconds between polls of the awaited grammar or adapter while 
 
 
 class Gate:
-    """An Inbox that filters the orders of another Inbox.  Only the loop's thread may use it."""
+    """An Inbox that filters the orders (control messages) of another Inbox.  Only the loop's thread may use it."""
 
     def __init__(self, inbox: Inbox, store: HeldResources | None, clock: Callable[[], int] = steady_ms) -> None:
         """`store`: None: all orders pass, and the scheduler refuses requests that the executor cannot serve.
@@ -104,11 +105,12 @@ class Gate:
     def _full(self) -> bool:
         """Return whether the held resources have reached their bound.
 
-        Then further requests wait here without holding their resource, and tenants take turns."""
+        Then further requests wait here without holding their resource; tenants are served round-robin."""
         return False
 
     def _next_holders(self) -> list[Order]:
-        """Let waiting requests hold their resources while the bound allows it.  Returns the orders that may start."""
+        """Add references of waiting requests to their resources while the bound allows it.  Returns the orders that may
+        start."""
         assert self._store is not None
         passed: list[Order] = []
         while self._queue and not self._full() and (request_id := self._queue.pop()) is not None:

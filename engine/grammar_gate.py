@@ -1,7 +1,7 @@
-"""Holds requests back until their grammar is compiled (gate.py).
+"""Delays requests until their grammar is compiled (gate.py).
 
-The grammars that requests hold are bounded in bytes.  Above the bound, a request with another grammar waits here
-without holding it; tenants take turns (fair_list.py).  It gets its grammar when enough requests have ended.
+The grammars that requests hold are bounded in bytes.  Above the bound, a request with another grammar waits here until
+enough requests have ended; tenants are served round-robin (fair_list.py).
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class LLM:
 
     @classmethod
     def over(cls, config: EngineConfig, executor: Executor, tokenizer: Any = None) -> Self:
-        """Create an LLM over an existing executor.  Without a tokenizer prompts are token ids and texts stay empty."""
+        """Create an LLM over an existing executor.  Without a tokenizer, prompts are token ids and texts stay empty."""
         llm = cls.__new__(cls)
         llm._open(config, executor, tokenizer)
         return llm
@@ -95,7 +95,7 @@ class LLM:
         beams: Beams | None = None,
         adapter: Adapter | None = None,
     ) -> Completion:
-        """Queue one prompt.  step() fills the returned completion; it leaves `unfinished` when it is done.
+        """Queue one prompt. step() fills the returned completion, and removes it from `unfinished` at its end.
 
         `beams`: find the n best answers by beam search; they arrive when the search is done.  `adapter` None: the base
         model.  Raises AdapterError for files that cannot be read."""

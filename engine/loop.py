@@ -9,9 +9,9 @@ for the executor only if there is nothing to plan: it submits plan N+1 before it
 
 While Redis is unreachable, generation continues until the outbox is full (`bus_thread.BUFFER_TOKENS`).
 
-A draining engine (SIGTERM) hands its requests over: another engine of the same model continues them from the tokens
-sent so far.  If there is no such engine, this engine finishes them, for at most `grace_s`; the rest returns to the
-queue.
+A draining engine (SIGTERM) returns its requests to the queue, and another engine of the same model continues them from
+the tokens sent so far.  If there is no such engine, this engine finishes them, for at most `grace_s`; the rest returns
+to the queue.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from quire.engine.wire.messages import Abort
 
 log = logging.getLogger("quire.engine")
 
-IDLE_S = 0.5  # maximum wait for orders of an idle engine; an order ends the wait at once
+IDLE_S = 0.5  # maximum wait of an idle engine for orders (control messages); an order ends the wait at once
 FULL_S = 0.05  # maximum wait for orders while the outbox is full
 
 
@@ -104,7 +104,7 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
 
 
 class Engine:
-    """Turns orders into tokens, one step at a time."""
+    """Turns orders (control messages) into tokens, one step at a time."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class Engine:
             count, guilty = self.core.step_failed()
             ended = f"; request {guilty} ended: it failed twice at the same position" if guilty else ""
             # Only the log has the cause; clients get a fixed error message.
-            log.error("a step failed, computing %d sequences again%s: %s", count, ended, error)
+            log.error("a step failed, recomputing %d sequences%s: %s", count, ended, error)
         self.busy_since = 0.0
         record.marks.append(time.monotonic())
 

@@ -1,4 +1,4 @@
-"""Inputs and outputs of the step loop: orders, tokens and reports.
+"""Inputs and outputs of the step loop: orders (control messages to the engine), tokens and reports.
 
     Inbox.drain() ==Generate, Resume, Abort, ResetPrefixCache==> Engine.turn ==Outputs, Report==> Outbox.put()
                       '-- Refused, Returned: made by a gate

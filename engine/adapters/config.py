@@ -28,7 +28,7 @@ OTHER_METHODS: dict[str, tuple[object, ...]] = {
     "monteclora_config": (),
     "bias": ("none",),
 }
-# Prefixes of `init_lora_weights` methods that also change the base model's weights, for which the adapter is trained.
+# Prefixes of `init_lora_weights` methods that also change the base model's weights before training.
 CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 
 

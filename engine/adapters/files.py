@@ -66,8 +66,8 @@ class AdapterFile(msgspec.Struct, frozen=True):
 def read_adapter(folder: Path, max_bytes: int, name: str = "", digest: str = "") -> AdapterFile:
     """Read an adapter of at most `max_bytes`.
 
-    `name`, `digest`: name and digest of the adapter that requests expect; "": accept any files.  Raises AdapterError,
-    and AdapterMissing if the expected files are not there."""
+    `name`, `digest`: name and digest of the expected adapter; "": accept any files.  Raises AdapterError, and
+    AdapterMissing if the expected files are not there."""
     config_data = _read(folder / CONFIG, MAX_CONFIG_BYTES)
     if not digest:
         _check_pickle(folder)

@@ -1,10 +1,10 @@
-"""Loaded adapters that no request holds, and the choice of the one to evict: rarely used ones first, with ageing.
+"""Loaded adapters without references, and which one to evict: the least frequently used, with ageing.
 
     release ──> add() ── add() again, or hold: remove()
                   └── memory is needed: pop() returns the adapter with the lowest score
 
-A score is the number of uses, each of which counts half after HALF_LIFE further uses of any adapter.  By recency alone,
-one request each for rarely used adapters would evict adapters that are used every few seconds.
+A score is the number of uses; the weight of a use halves after HALF_LIFE further uses of any adapter.  With LRU, single
+requests for rarely used adapters would evict adapters that are used every few seconds.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 HALF_LIFE = 512  # uses of all adapters after which a use counts half
-MAX_SCORES = 16_384  # adapters whose scores are kept, evicted ones included: the one used longest ago is forgotten
+MAX_SCORES = 16_384  # adapters with a score, evicted ones included; the least recently used one is forgotten
 
 
 class KeptAdapters:
-    """The adapters that may be evicted, and the scores of these and others.  Each method takes O(log n), amortised."""
+    """The evictable adapters, and the scores of all adapters.  Each method takes O(log n), amortised."""
 
     def __init__(self) -> None:
         self._uses = 0
@@ -49,14 +49,14 @@ class KeptAdapters:
             self._scores.popitem(last=False)
 
     def add(self, adapter: str) -> None:
-        """Let `pop` return the adapter."""
+        """Make the adapter evictable: `pop` may return it."""
         self._kept[adapter] = None
         if adapter not in self._queued:
             self._queued.add(adapter)
             heapq.heappush(self._heap, (self._score(adapter), adapter))
 
     def remove(self, adapter: str) -> None:
-        """Let `pop` not return the adapter; harmless if it is not kept."""
+        """Make the adapter not evictable; harmless if it is not kept."""
         self._kept.pop(adapter, None)
 
     def pop(self) -> str:

@@ -42,7 +42,7 @@ def parse_option(words: str) -> dict[str, Path]:
     for word in filter(None, (part.strip() for part in words.split(","))):
         name, equals, path = word.partition("=")
         if not equals or not path:
-            raise AdapterError(f"--lora {word}: NAME=PATH is wanted")
+            raise AdapterError(f"--lora {word}: must be NAME=PATH")
         check_name(name)
         check_text(path)
         if name in found:

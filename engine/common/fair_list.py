@@ -2,8 +2,8 @@
 
     add("loud", a b c d), add("small", x)   ->   pop: a x b c d        with equal weights
 
-A tenant that joins is next after at most one item of each other tenant of the same weight, however many items these
-tenants have added.
+The first item of a new tenant waits for at most one item of each other tenant of the same weight, however many items
+these tenants have added.
 """
 
 from __future__ import annotations

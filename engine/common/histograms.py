@@ -29,7 +29,7 @@ REQUEST_S = (
 )
 TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 PREEMPTIONS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
-# Quire's own bounds, seconds: a GPU's decode step takes about 1 ms, which is below vLLM's first bound.
+# Quire's own bounds, seconds: a decode step on a GPU may take 1 ms, which is below vLLM's first bound.
 STEP_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 FINE_ITL_S = (0.001, 0.0025, 0.005, *ITL_S)
 FINE_REQUEST_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, *REQUEST_S)

@@ -11,7 +11,7 @@ MOST = 1_048_576  # soft limit to set if the hard limit is infinite
 def raise_limit() -> tuple[int, int]:
     """Raise the soft limit of open files to the hard limit; return (soft limit before, after).
 
-    Shells and service managers start processes with a soft limit of 1,024, for old programs.  A server needs more."""
+    The usual soft limit is 1,024, for old programs that use select().  A server needs more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST if hard == resource.RLIM_INFINITY else hard
     if soft == resource.RLIM_INFINITY or soft >= wanted:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 
 class Silence:
-    """Adds up the time between looks at a progress mark that does not change.
+    """Adds up the time between checks in which a progress mark has not changed.
 
     If the watcher itself slept for long, the machine or the process was stopped (SIGSTOP, a debugger, a busy host).  So
-    a gap between two looks counts as at most 2 * pause_s."""
+    the time between two checks counts as at most 2 * pause_s."""
 
     def __init__(self, pause_s: float) -> None:
-        """`pause_s`: intended seconds between two looks."""
+        """`pause_s`: intended seconds between two checks."""
         self._pause_s = pause_s
         self._mark: float = 0
         self._spent_s = 0.0

@@ -1,4 +1,4 @@
-"""Attention function that Hugging Face models call in place of their own.
+"""Attention function that Hugging Face models call instead of their own.
 
     model(..., step=step) ── unknown keywords are passed down to ──> kv_blocks(module, q, k, v, ..., step=step)
                                                                    1. write k, v of this step's tokens to the cache
@@ -62,7 +62,7 @@ def padded(heads: Tensor, size: int) -> Tensor:
 def window_of(module: nn.Module, keywords: dict[str, Any]) -> int:
     """Return the sliding window of an attention layer, in tokens including the query's own; 0: none.
 
-    Some models (qwen2_moe) apply the window by a mask: their layers have it as an attribute and do not pass it."""
+    Some models (qwen2_moe) apply the window by a mask: their layers have it as an attribute and do not pass it on."""
     found: int | None = keywords.get("sliding_window", getattr(module, "sliding_window", None))
     return found or 0
 
@@ -76,10 +76,10 @@ def attend(
     soft_cap: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return causal attention [T, H, D] of a step's queries [T, H, D] over one layer's cache, which has their keys
-    already.
+    """Return causal attention [T, H, D] of a step's queries [T, H, D] over one layer's cache, which already has the
+    step's keys and values.
 
-    window 0 and soft_cap 0.0: none.  sinks [H]: attention sink, a score without a value in every softmax of its head.
+    window 0 and soft_cap 0.0: none. sinks [H]: attention sink per head, a score without a value in each softmax.
     """
     heads, size = q.shape[1:]
     if cache.window and not 0 < window <= cache.window:

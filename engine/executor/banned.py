@@ -1,8 +1,8 @@
-"""Banned sequences (`Sampling.bad_words`): which tokens would complete one of them, for each slot that has some.
+"""Banned sequences (`Sampling.bad_words`): finds the tokens of each slot that would complete a banned sequence.
 
-A sequence must never be completed, so its last token is forbidden if the tokens before it were just generated.  Only
-generated tokens count, as in transformers' NoBadWordsLogitsProcessor and in vLLM: a sequence that begins in the prompt
-is not detected.  A sequence of one token is forbidden everywhere.
+A sequence must never be completed, so its last token is forbidden if its other tokens are the last generated ones.
+Only generated tokens count, as in transformers' NoBadWordsLogitsProcessor and in vLLM: a sequence that begins in the
+prompt is not detected.  A sequence of one token is forbidden everywhere.
 
 The sequences of a request are a trie that is read backwards from the last generated token:
 
@@ -26,7 +26,7 @@ from quire.engine.core.plan import Sampler
 from quire.engine.executor.followers import Follower, following
 
 KEPT = 64  # tries of the last requests; all sequences of one request share a trie
-EVERY = np.int32(-1)  # a word of a mask that allows all of its 32 tokens
+EVERY = np.int32(-1)  # word of a mask that allows all of its 32 tokens
 
 
 @dataclass(slots=True)

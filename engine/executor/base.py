@@ -32,16 +32,17 @@ class ModelInfo(msgspec.Struct, frozen=True):
     beams: bool = False  # supports Slice.candidates
     adapters: bool = False  # supports Start.adapter
     state_bytes: int = 0  # bytes of recurrent state per sequence; 0: all layers attend
-    checkpoints: int = 0  # places for copies of recurrent states
-    draft_tokens: int = 0  # maximum drafts of a step; 0: limited by the step's tokens only
-    tile_tokens: int = 1  # tokens that linear layers compute together: further tokens of a tile take little time
+    checkpoints: int = 0  # state slots for copies of recurrent states
+    draft_tokens: int = 0  # maximum draft tokens of a step; 0: limited by the step's token budget only
+    tile_tokens: int = 1  # row tile of the linear layers' GEMMs: filling a started tile takes little time
     windows: list[WindowGroup] = []  # layers that release blocks before their sliding window
-    # Other sequences of a step may change a token's logits by more than rounding: an expert changes at a near-tie.
+    # Whether other sequences of a step may change a token's logits by more than rounding: an expert changes at a
+    # near-tie.
     near_ties: bool = False
 
 
 class StepError(Exception):
-    """A step failed.  The executor has freed all slots and cleared all block tables.  Blocks that finished steps wrote
+    """A step failed.  The executor has freed all slots and cleared all block tables.  Blocks written by finished steps
     keep their content.  The message is for the log only: clients never see it."""
 
 
@@ -81,7 +82,7 @@ class Executor(Protocol):
         Raises ExecutorLost when no further step can run."""
 
     def catch_up(self) -> bool:
-        """Do one item of the work that the start deferred, while there are no requests.  Returns whether more is
+        """Do one item of the work that was deferred at the start, while there are no requests.  Returns whether more is
         left."""
 
     def close(self) -> None:
@@ -98,9 +99,10 @@ def _mask(max_seqs: int, vocab_size: int) -> npt.NDArray[np.int32]:
 
 
 class ScriptedExecutor:
-    """Generates a known text at a known pace, without model and torch, to test and load-test the rest of the engine.
+    """Generates a known text with a fixed time per step, without model and torch, to test and load-test the other
+    parts.
 
-    If a grammar or bad_words forbid the next token of that text, the first token that they allow takes its place."""
+    If a grammar or bad_words forbid the next token of that text, it generates the first allowed token instead."""
 
     depth = 2
     max_seqs, step_tokens = 256, 1024
@@ -193,7 +195,7 @@ class ScriptedExecutor:
         )
 
     def _accept(self, piece: Slice) -> int:
-        """Move a slot past the drafts that agree with its text.  Returns their number.
+        """Accept the drafts of a slot that equal its text.  Returns their number.
 
         A slot with a mask accepts no draft, because its text then depends on the mask."""
         sampler, position = self._decoding[piece.slot]

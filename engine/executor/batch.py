@@ -8,10 +8,10 @@ The device copy is what lets a plan list only changes.  For each slot it keeps, 
     slots    [max_seqs]             i32   slots that decode, in the order of the step; then, if every slice of the step
                                           is one token with candidates, the slots of the slices; then -1
 
-A steady decode step is two operators over the slots, whatever their number: `decode_inputs` gathers tokens, positions
-and `kv_indices`, `decode_outputs` stores the sampled tokens.  Python touches only slots that the plan names.
+A decode step without changes takes two operators over all slots: `decode_inputs` gathers tokens, positions and
+`kv_indices`, `decode_outputs` stores the sampled tokens.  Python touches only slots that the plan names.
 
-Tokens of a step lie one sequence after another:   | one for each decoding slot | slice | slice | ...
+Tokens of a step are ordered by sequence:   | one for each decoding slot | slice | slice | ...
 The tensors of a step without slices are views into buffers allocated once: a CUDA graph reads the same addresses again.
 The tensors of a step with slices are built on the host, in one page of memory; the device fills in the entries of
 decoding slots.
@@ -385,7 +385,7 @@ class Batch:
         )
 
     def idle_step(self, shape: Shape) -> Mixed:
-        """Return a step of that shape without effect: it writes no key and attends to nothing."""
+        """Return a step of that shape without effect, for captures: it writes no key and attends to nothing."""
         self._staging.begin_step()
         page = self._stage_page(blank(shape, len(self._windows))[0], shape)
         self._staging.send()

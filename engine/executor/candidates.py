@@ -3,7 +3,7 @@
     logits of a step   [slots that sample | slices with candidates | padding], V each
                                             └ log-softmax in float32, top k ─> pinned copies ─> StepResult.candidates
 
-The sampling operator treats these rows as padding, so graphs of sampling need not know of them.
+The sampling operator treats these rows as padding, so steps with candidates use the same CUDA graphs of sampling.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from quire.engine.executor.followers import Follower
 from quire.engine.executor.grammars import Grammars
 from quire.engine.wire.messages import Sampling
 
-# Error text for clients: why a slot has no token.
+# Error text for clients if no token may be sampled.
 IMPOSSIBLE = (
     "no token is possible here: the grammar, allowed_token_ids, bad_words, min_tokens with its masked stop tokens, "
     "logit_bias and the penalties leave none"

@@ -1,4 +1,5 @@
-"""The cache directory of files that are made once: compiled kernels, digests of weights, built-in and demo model."""
+"""The cache directory of files that are made once per machine: compiled kernels, weight digests, built-in and demo
+model."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def describe_failure(what: str, directory: Path, error: OSError) -> str:
 def make_readable(directory: Path) -> None:
     """Let every user read a checkpoint: safetensors writes files that only their owner may read.
 
-    The superuser builds an image, and another user runs it."""
+    An image, for example, is built by root and run by another user."""
     directory.chmod(0o755)
     for file in directory.iterdir():
         file.chmod(0o644)

@@ -1,6 +1,6 @@
 """Finds drafts in a sequence's own text, its owner's recent answers and the client's prediction.
 
-csrc/cpu/drafter.h does the work, in one call per step for all slots.  It runs on the host and needs no model, so it
+csrc/cpu/drafter.h finds the matches, in one call per step for all slots.  It runs on the host and needs no model, so it
 does not depend on ranks and devices.
 """
 

@@ -7,9 +7,9 @@ other rows follow the rows of all slots:
     samples    s1 of each slot                    s2 .. s(k+1)
     accepted   number of leading i with s(i) = d(i);  next token: s(accepted + 1);  position: of the last accepted one
 
-A row samples with its slot's settings at its own position, so it draws the same token as a step of its own.  In a slot
-with a grammar, each row has the mask of its position: the matcher consumes the drafts before it and is rolled back.  A
-draft that its mask forbids differs from every sample, so it needs no check here.
+A row samples with its slot's settings at its own position, so it draws the same token as a separate decode step.  In a
+slot with a grammar, each row has the mask of its position: the matcher consumes the drafts before it and is rolled
+back.  A draft that its mask forbids differs from every sample, so it needs no check here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DraftRows:
     tokens: list[list[int]]  # [D] drafts of each slice
     rows: Array  # [R] i64: slot of each draft row
     known: Tensor  # [R] i64: number of tokens before the one that the row samples
-    behind: Tensor  # [N] i64: drafts per sampling slot, which `StepTensors.known` includes
+    behind: Tensor  # [N] i64: draft tokens per sampling slot; `StepTensors.known` includes them
     own: Tensor  # [D] i64: index of each slot among the N
     drafts: Tensor  # [D, K] i64; NO_TOKEN: padding
     at: Tensor  # [D, K + 1] i64: the rows (0 .. N + R - 1) of each slot, in order; padding repeats the first
@@ -73,7 +73,7 @@ class DraftRows:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Verdict on a step's drafts; on the host, or being copied there until the step is done."""
+    """Accepted drafts of a step; on the host, or being copied there until the step is done."""
 
     slots: list[int]
     tokens: list[list[int]]  # the drafts
@@ -124,8 +124,8 @@ def verify(
     samples, sound = all_tokens[rows.at], all_outcomes[rows.at] == CHOSEN
     right = (samples[:, :-1] == rows.drafts) & sound[:, :-1]
     accepted = right.cumprod(1).sum(1)
-    # If the next sample failed, the last accepted draft is sampled again as that step's own token: the step after it
-    # then fails as it would have without drafts, and the client has every token before.
+    # If the sample after the accepted drafts failed, report the last accepted draft as the sampled token instead.  The
+    # next step then fails as without drafts, and the client gets all tokens before.
     failed = ~sound.gather(1, accepted[:, None])[:, 0] & (accepted > 0)
     accepted -= failed.long()
     at = rows.at.gather(1, accepted[:, None])[:, 0]

@@ -13,7 +13,7 @@ from typing import Protocol
 
 
 class Row(Protocol):
-    """The state that decides which token one sequence may sample next."""
+    """The constraint state of one sequence: which token it may sample next."""
 
     error: str  # why no token is allowed; empty: some token is
 
@@ -26,7 +26,7 @@ class Row(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """A sequence with such a state, in one step."""
+    """A sequence with constraint state, in one step."""
 
     at: int  # index of its slot among the slots that sample in the step
     slot: int

@@ -1,15 +1,17 @@
-"""Compiled grammars: held by requests, or kept for later requests; and their compilation.
+"""Compiled grammars, and their compilation.  A grammar is held (referenced) by requests, or kept (cached) for later
+requests.
 
     hold ─> waits ──a thread compiles──> compiled ──last release──> kept ── beyond `max_bytes` ─> evicted, oldest first
               └─ last release: dropped      ^───────── hold ────────'
 
-A held grammar is never evicted, so a step finds it at once: `copy` never waits.  Tenants take turns (fair_list.py).
-A grammar that several requests hold is compiled once.  The error of a faulty grammar is kept like a compiled grammar.
+A held grammar is never evicted, so a step finds it at once: `copy` never waits.  Tenants' grammars are compiled
+round-robin (fair_list.py).  A grammar that several requests hold is compiled once.  The error of a faulty grammar is
+kept like a compiled grammar.
 
 Sizes of kept grammars are estimates, because llguidance reports none.  All copies of a matcher share its lexer, which
 grows with each mask.  So the estimate is FIXED bytes, plus bytes per byte of text and per token that copies consumed.
-When evicted grammars are freed, the bytes that malloc gets back are compared with the estimates.  The ratio scales the
-other estimates.
+When evicted grammars are freed, the freed bytes of malloc are compared with the estimates.  The ratio scales the other
+estimates.
 """
 
 from __future__ import annotations
@@ -62,15 +64,17 @@ class GrammarCounts:
 
 
 class HeldResources(Protocol):
-    """Interface of a store to its gate, which holds requests back until their resource is ready.
+    """Interface of a store to its gate, which delays requests until their resource is ready.
 
-    The methods speak of grammars.  LoRA adapters are held in the same way, each named by its text."""
+    The method names and docstrings say grammar.  LoRA adapters are held in the same way, each identified by a text."""
 
     def hold(self, request_id: str, text: str, tenant: str = "", weight: float = 1.0) -> bool:
-        """Let a request hold a grammar until its `release`.  Returns whether it is compiled, or faulty, already."""
+        """Add a request's reference to a grammar, until `release`.  Returns whether the grammar is already compiled, or
+        faulty."""
 
     def release(self, request_id: str) -> None:
-        """End a request's hold; harmless without one.  A grammar without holder that is not compiled yet is dropped."""
+        """Drop a request's reference; harmless without one.  A grammar without references that is not compiled yet is
+        dropped."""
 
     def finished(self) -> list[str]:
         """Return the texts of grammars that were compiled, or found to be faulty, since the last call."""
@@ -87,13 +91,13 @@ class HeldGrammars(HeldResources, Protocol):
 
     @property
     def counts(self) -> GrammarCounts:
-        """Present numbers of held and kept grammars, and counts since start."""
+        """Current numbers of held and kept grammars, and counts since start."""
 
 
 class HeldAdapters(HeldResources, Protocol):
     """A store of LoRA adapters."""
 
-    load_s: float  # predicted seconds to load one more adapter, by the loads so far; 0: not known
+    load_s: float  # predicted seconds to load one more adapter, from earlier loads; 0: not known
     unloaded: int  # adapters that wait for their load, including the one being loaded
 
     def is_missing(self, text: str) -> bool:
@@ -104,7 +108,7 @@ class HeldAdapters(HeldResources, Protocol):
 
     @property
     def counts(self) -> AdapterCounts:
-        """Present numbers of held and kept adapters, and counts since start."""
+        """Current numbers of held and kept adapters, and counts since start."""
 
 
 class GrammarError(Exception):
@@ -175,7 +179,8 @@ class GrammarStore:
     # -------------------------------------------------------------------------------------------------------- requests
 
     def hold(self, request_id: str, text: str, tenant: str = "", weight: float = 1.0) -> bool:
-        """Let a request hold a grammar until its `release`.  Returns whether it is compiled, or faulty, already."""
+        """Add a request's reference to a grammar, until `release`.  Returns whether the grammar is already compiled, or
+        faulty."""
         with self._lock:
             if request_id in self._holders:
                 return self._holders[request_id][0].state is State.DONE
@@ -192,7 +197,8 @@ class GrammarStore:
             return grammar.state is State.DONE
 
     def release(self, request_id: str) -> None:
-        """End a request's hold; harmless without one.  A grammar without holder that is not compiled yet is dropped."""
+        """Drop a request's reference; harmless without one.  A grammar without references that is not compiled yet is
+        dropped."""
         with self._lock:
             if (holder := self._holders.pop(request_id, None)) is None:
                 return
@@ -258,7 +264,7 @@ class GrammarStore:
 
     @property
     def counts(self) -> GrammarCounts:
-        """Present numbers of held and kept grammars, and counts since start."""
+        """Current numbers of held and kept grammars, and counts since start."""
         with self._lock:
             return GrammarCounts(
                 held=len(self._grammars) - len(self._kept),
@@ -307,7 +313,7 @@ class GrammarStore:
         return True
 
     def close(self) -> None:
-        """Drop grammars that wait to be compiled.  Threads end after their present work."""
+        """Drop grammars that wait to be compiled.  Threads end after their current compilation."""
         with self._lock:
             self._closed = True
             self._work = FairList()

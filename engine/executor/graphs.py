@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one launch by the host in place of hundreds.
+"""Decode steps as CUDA graphs: one launch by the host instead of hundreds.
 
     slots that decode  1   2   4   8   16  24  ...  max_seqs     sizes with a graph; a step is padded to the next size
     model      graph   o   o   o   o   o   o         o           padding has slot -1 and length 0
@@ -30,13 +30,14 @@ Key = TypeVar("Key")
 
 
 def graph_sizes(most: int) -> list[int]:
-    """Return the batch sizes worth a graph: close sizes waste little on padding, but each takes time at the start."""
+    """Return the batch sizes that get a graph: more sizes waste less on padding, but each takes time at the start."""
     sizes = {1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 64), most}
     return sorted(size for size in sizes if size <= most)
 
 
 def urgent(sizes: list[int]) -> list[int]:
-    """Return the order of captures: the largest first for its memory, then powers of two, in case time runs out."""
+    """Return the order of captures: the largest first, because it allocates the memory pool, then powers of two, in
+    case time runs out."""
     powers = [size for size in sizes if size & (size - 1) == 0]
     return list(dict.fromkeys([sizes[-1], *reversed(powers), *reversed(sizes)]))
 
@@ -48,7 +49,7 @@ def next_size(sizes: list[int], count: int) -> int | None:
 
 
 def slice_shapes(max_seqs: int, step_tokens: int) -> list[Shape]:
-    """Return the shapes of steps with slices worth a graph.  Larger steps keep the device busy while they launch."""
+    """Return the shapes of steps with slices that get a graph.  Larger steps keep the device busy while they launch."""
     shapes = []
     for tokens in (64, 128, 256, 512, 1024, 2048):
         slices = max(4, tokens // 32)
@@ -60,7 +61,7 @@ def slice_shapes(max_seqs: int, step_tokens: int) -> list[Shape]:
 
 
 def draft_shapes(max_seqs: int, step_tokens: int) -> list[Shape]:
-    """Return the shapes of steps with drafts worth a graph: 2 to 512 tokens of slices, at least 2 per slice.
+    """Return the shapes of steps with drafts that get a graph: 2 to 512 tokens of slices, at least 2 per slice.
 
     Logits are computed for all tokens.  Slices need not be equally long: 32 tokens are 16 slices of 2 or one of 32.
     Up to SPLIT tokens, attention treats each token as a sequence of its own (`Shapes.is_split`)."""
@@ -75,7 +76,7 @@ def draft_shapes(max_seqs: int, step_tokens: int) -> list[Shape]:
 
 
 def mixed_shapes(max_seqs: int, step_tokens: int, *, drafts: bool) -> list[Shape]:
-    """Return the shapes of all steps with slices worth a graph; `drafts`: also of steps with drafts."""
+    """Return the shapes of all steps with slices that get a graph; `drafts`: also of steps with drafts."""
     return slice_shapes(max_seqs, step_tokens) + (draft_shapes(max_seqs, step_tokens) if drafts else [])
 
 
@@ -83,8 +84,7 @@ def memory_first(shapes: Iterable[Shape]) -> list[Shape]:
     """Return the order of captures of mixed steps: the one with the maximum tokens first, so that all others find their
     memory in the pool, then from the smallest on, in case time runs out.
 
-    Captured from the smallest to the largest, the graphs of a 30B mixture of experts did not fit into 80 GB with its
-    weights."""
+    Captured in ascending order, the graphs of a 30B mixture of experts did not fit into 80 GB beside its weights."""
     by_tokens = sorted(shapes, key=lambda shape: shape.total)
     return [*by_tokens[-1:], *by_tokens[:-1]]
 
@@ -110,7 +110,7 @@ class Graphs(Generic[Key]):
         fails.
 
         run: False if the same launches have run before, and running them now would change sequences that are being
-        served.  Recording computes nothing; it waits until the steps in flight are done."""
+        served.  Capturing computes nothing; it waits until the steps in flight are done."""
         stream = self._where.stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -2,8 +2,8 @@
 
     limit / ranks = weights on the CPU + KV cache on a CPU + swap space + PROCESS_BYTES / ranks
 
-Defaults shrink to the free memory, swap space first.  Configured values are kept, or refused: a process that exceeds
-the limit is killed in the middle of a step.
+Defaults shrink to the free memory, swap space first.  Configured values are kept, or refused: the kernel would kill a
+process that exceeds the limit.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def divide(config: EngineConfig, *, weights: int, block_bytes: int, on_gpu: bool
     `weights`: bytes of this rank's weights in host memory.  `block_bytes`: bytes of a KV block.  `limit`: bytes of
     memory for all ranks.  Raises NotEnoughMemory if the configured values exceed it."""
     share, processes = limit // ranks, PROCESS_BYTES // ranks
-    copies = 2 if on_gpu and config.spare_on_gpu else 1  # a spare holds pinned memory of the same size
+    copies = 2 if on_gpu and config.spare_on_gpu else 1  # a spare engine holds pinned memory of the same size
     fixed_kv = on_gpu or bool(config.kv_blocks or config.kv_memory_gib)
     full_kv = 0 if on_gpu else config.kv_blocks * block_bytes or int((config.kv_memory_gib or CPU_DEFAULT_GIB) * GIB)
     fixed_swap = config.swap_memory_gib not in (DEFAULT_SWAP_GIB, DEFAULT_SWAP_GIB / ranks)

@@ -1,4 +1,4 @@
-"""Builds the kernels of csrc with ninja: once per machine, into a cache, or ahead for other machines.
+"""Builds the kernels of csrc with ninja: once per machine, into a cache, or ahead of time for other machines.
 
 sources, flags, torch, CPU ─ digest ─> directory/DIGEST/libquire.so, if present: milliseconds
                                                 └ absent: lock, write build.ninja, run ninja (seconds for a CPU, minutes

@@ -25,7 +25,7 @@ from quire.engine.executor.errors import NotEnoughMemory
 from quire.engine.executor.host_memory import CPU_DEFAULT_GIB
 
 GIB = 1 << 30
-GRAPH_BYTES = 2 * GIB  # reserve for CUDA graphs; an estimate, which left 10 GiB of an H200 unused
+GRAPH_BYTES = 2 * GIB  # reserve for CUDA graphs; a conservative estimate: 10 GiB of an H200 stayed unused
 GPU_FREE_FRACTION = 0.94  # the rest is for fragmentation, CUDA graphs, and kernels not loaded yet
 
 
@@ -33,16 +33,16 @@ GPU_FREE_FRACTION = 0.94  # the rest is for fragmentation, CUDA graphs, and kern
 class KVShape:
     """Key and value that a layer stores per token, each [heads, head_size]."""
 
-    heads: int  # KV heads: with grouped queries fewer than attention heads; 0: a layer without attention
+    heads: int  # KV heads: fewer than attention heads with GQA; 0: a layer without attention
     head_size: int  # elements of a key and of a value, including padding
     shares: int | None = None  # the layer whose keys and values this one reads; None: it has its own
 
 
 class LayerState(NamedTuple):
-    """Recurrent state of one layer, with an entry per place (`models/recurrent/states.py`)."""
+    """Recurrent state of one layer, with an entry per state slot (`models/recurrent/states.py`)."""
 
-    conv: Tensor  # [places, taps - 1, channels], dtype of the model
-    recurrent: Tensor | None  # [places, heads, keys, values] f32; None: the layer is a convolution only
+    conv: Tensor  # [state slots, taps - 1, channels], dtype of the model
+    recurrent: Tensor | None  # [state slots, heads, keys, values] f32; None: the layer is a convolution only
 
 
 class LayerCache(NamedTuple):
@@ -76,7 +76,8 @@ def bytes_per_token(layers: list[KVShape], dtype: torch.dtype) -> int:
 
 
 def by_shape(caches: Caches) -> list[list[Tensor]]:
-    """Return the tensors of all layers, each once, grouped by shape: a call that moves blocks takes one shape."""
+    """Return the tensors of all layers, each once, grouped by shape, because one call that moves blocks supports one
+    shape."""
     groups: dict[torch.Size, dict[int, Tensor]] = {}
     for cache in caches:
         for tensor in (cache.k, cache.v):
@@ -146,10 +147,10 @@ def allocate(
 ) -> Caches:
     """Allocate the KV cache of all layers and write it once, so that its pages exist before traffic arrives.
 
-    on_demand: on a CPU, let the system allocate each zero page at its first write.  An engine that takes over saves
-    0.6 s per GiB; the previous engine has shown that the machine has the memory.
-    scales: [2, Hkv] per layer, for e4m3; None: 1, because e4m3's range of 448 suffices for trained models.
-    windows: by layer index, the blocks of layers in window groups; None: there are none."""
+    on_demand: on a CPU, let the system allocate each zero page at its first write.  This saves an activated spare
+    engine 0.6 s per GiB; the engine before it has shown that the machine has the memory. scales: [2, Hkv] per layer,
+    for e4m3; None: 1, because e4m3's range of 448 suffices for trained models. windows: by layer index, the blocks of
+    layers in window groups; None: there are none."""
 
     def tensor(layer: KVShape, count: int) -> Tensor:
         shape = count, layer.heads, block_size, layer.head_size

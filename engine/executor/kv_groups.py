@@ -1,16 +1,16 @@
 """KV groups: layers with a sliding window get fewer blocks than layers that attend to every token.
 
     ids of blocks   | 0 ............................. | ......... | ...... |
-    group           0: layers that see most tokens      1: window    2: another window
-    memory          the rest                            max_seqs windows, a plan's tokens, an eighth for cached ones
+    group           0: layers with the longest window   1: window    2: another window
+    memory          the rest                            max_seqs windows, a step's tokens, 1/8 more for cached blocks
 
 `core/layer_groups.py` defines which blocks a sequence holds.  The window blocks that all slots can hold together follow
 from windows and slots, so they are allocated first.  With less memory fewer sequences run at once: as many as fit if
-each is four windows long.  One block table serves all layers
+each is four windows long.  In these cases one block table serves all layers:
 
-  * if they are of one kind, or a window is as long as the longest sequence
+  * layers are of one kind, or a window is as long as the longest sequence
   * on a GPU, with several ranks, and with recurrent layers
-  * if memory is so small that window blocks would leave no more tokens for the other layers than one table does
+  * memory is so small that window blocks would leave no more tokens for the other layers than one table does
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from quire.engine.executor.swap import Swap
 log = logging.getLogger(__name__)
 
 CACHED = 8  # one cached window block is added per CACHED live ones
-REFERENCE = 4  # length in windows of sequences for which both kinds of blocks run out together, if memory is scarce
+REFERENCE = 4  # with scarce memory, sequences of this many windows use up both kinds of blocks at the same time
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def blocks_held(group: KVGroup, tokens: int, block_size: int) -> int:
 
 
 def held_share(groups: Sequence[KVGroup], tokens: int, block_size: int) -> float:
-    """Return a sequence's memory, as a share of its memory if one table served all layers."""
+    """Return a sequence's memory relative to its memory with one block table for all layers."""
     held = sum(blocks_held(group, tokens, block_size) * group.token_bytes for group in groups)
     return held / (-(-tokens // block_size) * sum(group.token_bytes for group in groups))
 
@@ -170,7 +170,7 @@ def divide(
 def divide_layers(
     groups: Sequence[KVGroup], config: EngineConfig, *, longest: int, slots: int, step_tokens: int, memory: int
 ) -> list[KVGroup]:
-    """Return the groups that have block tables, window groups with their blocks.  Arguments as of `divide`."""
+    """Return the groups that have block tables, and the window groups' numbers of blocks.  Arguments as in `divide`."""
     sizes = {"block_size": config.block_size, "longest": longest, "slots": slots, "step_tokens": step_tokens}
     if windows := divide(groups, memory=memory, kv_blocks=config.kv_blocks, **sizes):
         return [groups[0], *windows]

@@ -1,8 +1,8 @@
 """The executor in this process: a worker, called by the loop's own thread.
 
 On a GPU `submit` only queues a step's work, and `collect` waits for an event with the interpreter lock released.  A
-thread in between would add a hand-over per step and gain nothing.  On a CPU torch computes inside `submit` and releases
-the interpreter lock there, so the bus thread runs meanwhile.
+thread in between would only add a hand-over per step.  On a CPU torch computes inside `submit` and releases the
+interpreter lock there, so the bus thread runs meanwhile.
 
 If token masks depend on sampled tokens, a step's sampling is launched only after the tokens of the previous step are
 collected.  Threads compute the masks while the loop commits that previous step and plans the next one:
@@ -44,8 +44,9 @@ from quire.engine.executor.worker import GPU_DEPTH, Launched, Pending, Worker
 
 log = logging.getLogger(__name__)
 
-# Defaults of (max_seqs, step_tokens) by device.  A GPU needs many sequences in a step.  By a roofline of 1,000 prompts
-# at once with an 8B model, 256 slots are 6 % slower than 1024, and 1024 tokens per step 1.5 % slower than 8192.
+# Defaults of (max_seqs, step_tokens) by device.  A GPU needs many sequences in a step.  By a roofline model of 1,000
+# concurrent prompts with an 8B model, throughput is 6 % lower with 256 slots than with 1024, and 1.5 % lower with 1024
+# tokens per step than with 8192.
 SIZES = {"cpu": (256, 1024), "cuda": (1024, 8192)}
 
 
@@ -59,8 +60,8 @@ def why_no_drafts(config: EngineConfig, kind: str, recurrent: bool = False, depe
     """Return why sequences use no drafts (speculative decoding) on a device, "cpu" or "cuda"; empty: they use drafts.
 
     `recurrent`: the model has layers whose state cannot be rolled back to the last accepted token.  `dependence`: why a
-    token's logits depend on the rest of its step, so that drafts could change a text at a near-tie; empty: they do
-    not.  Raises ModelLoadError where `drafts` is on and cannot be."""
+    token's logits depend on the rest of its step, so that drafts could change a text at a near-tie; empty: they do not.
+    Raises ModelLoadError if `drafts` is on and not supported."""
     if config.drafts == "off":
         return "--drafts is off"
     why = "the model has recurrent layers" if recurrent else ""
@@ -76,8 +77,9 @@ def why_no_drafts(config: EngineConfig, kind: str, recurrent: bool = False, depe
 
 
 def open_drafter(slots: int, why: str) -> Drafter | None:
-    """Return a drafter for so many sequences; None, and a line in the start log, if `why` says that nothing drafts."""
-    log.info("speculative decoding: %s", f"off, because {why}" if why else "on, computed where drafts pay")
+    """Return a drafter for `slots` sequences; None, with a line in the start log, if `why` gives a reason against
+    drafts."""
+    log.info("speculative decoding: %s", f"off, because {why}" if why else "on, computed when they save time")
     return None if why else SuffixDrafter(slots)
 
 
@@ -107,8 +109,7 @@ class LocalExecutor:
     """The `quire.engine.executor.base.Executor` with one worker in this process.  Not thread-safe: one loop owns it.
 
     Create it on the thread that will use it.  Torch's OpenMP keeps a team of threads for each thread that ever
-    computed.  With two teams the runtime considers the machine oversubscribed, and waiting threads sleep at every
-    barrier.
+    computed.  With two teams OpenMP considers the machine oversubscribed, and waiting threads sleep at every barrier.
     """
 
     def __init__(self, config: EngineConfig, ranks: Ranks = ALONE) -> None:
@@ -124,14 +125,14 @@ class LocalExecutor:
         self.max_seqs, self.step_tokens = config.max_seqs or SIZES[kind][0], config.step_tokens or SIZES[kind][1]
         started = time.monotonic()
         model = read_model(config, kind, ranks)
-        # Threads of torch's team wait for the slowest one, so the team has one thread if our kernels compute all
-        # layers. Torch's activation functions give an element other last bits if a thread's range ends next to it.
+        # Torch's threads wait for the slowest one, so torch gets one thread if our kernels compute all layers.  The
+        # last bits of torch's activation functions also depend on how elements are divided among threads.
         alone = kind == "cpu" and (config.deterministic or fused.is_fused(model.module))
         ops.set_threads(threads)
         torch.set_num_threads(1 if alone else threads)
         dependence = model.batch_dependence
         if not (dependence or alone or threads == 1):
-            dependence = "in the last bits of activations that several threads share; --deterministic prevents it"
+            dependence = "in the last bits of activations, by the division among threads; --deterministic prevents it"
         log.info("batch dependence of the logits' last bits: %s", dependence or "none")
         loaded = time.monotonic()
         sizes = {"max_seqs": self.max_seqs, "step_tokens": self.step_tokens}
@@ -165,8 +166,8 @@ class LocalExecutor:
         }
         self.memory_parts = self._memory_parts(config, model, ranks, kind)
         # A GPU computes step N while Python plans N+1.  On a CPU both need the same cores, so planning ahead gains
-        # nothing: 5.5 to 5.8 ms per token at batch 1 with depth 1, 5.6 to 6.0 ms with depth 2.  Depth 2 also computes
-        # one token too many after each stop token, and a request that arrives during step N waits for N+1 as well.
+        # nothing: TPOT at batch size 1 is 5.5 to 5.8 ms with depth 1 and 5.6 to 6.0 ms with depth 2.  Depth 2 also
+        # computes one extra token after each stop token, and a request that arrives during step N waits for N+1.
         self.depth = 1 if kind == "cpu" else GPU_DEPTH
         self._in_flight: deque[Launched | Pending | Exception] = deque()  # Launched: its sampling waits for masks
         self._begun: deque[float] = deque()  # submit time of each step in flight
@@ -191,7 +192,7 @@ class LocalExecutor:
             raise RuntimeError(f"{len(self._in_flight)} steps in flight: collect one first")
         self._begun.append(time.perf_counter())
         self._launch_sampling()
-        if self._in_flight and isinstance(self._in_flight[-1], Exception):  # it freed all slots, so this step is void
+        if self._in_flight and isinstance(self._in_flight[-1], Exception):  # it freed all slots: cancel this step
             self._in_flight.append(self._in_flight[-1])
             return
         assert self._worker is not None
@@ -249,7 +250,8 @@ class LocalExecutor:
         raise StepError(one_line(step)) from step
 
     def _timed(self, result: StepResult, begun: float) -> StepResult:
-        """Return the result with the step's duration, from the time at which it could begin: steps run one by one."""
+        """Return the result with the step's duration: since its launch, or since the previous step ended if that was
+        later."""
         assert self._worker is not None
         now, ended = time.perf_counter(), self._ended
         seconds, self._ended = now - max(begun, ended), now
@@ -271,8 +273,8 @@ class LocalExecutor:
         return None if self._worker is None else self._worker.adapters
 
     def catch_up(self) -> bool:
-        """Do one item of the work that a takeover deferred, and return whether more is left.  Call it only while there
-        are no requests.  It does nothing while steps are in flight."""
+        """Do one item of the work that the activation of a spare engine deferred, and return whether more is left.
+        Call it only while there are no requests.  It does nothing while steps are in flight."""
         return self._worker is not None and not self._in_flight and self._worker.catch_up()
 
     def close(self) -> None:

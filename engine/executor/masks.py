@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# Maximum unneeded rows sent to merge two copies into one.  A copy costs the host 5 us, and 8 rows of 151,936 tokens
-# take the bus 3 us.
+# Maximum unneeded rows that are sent to merge two copies into one.  A copy takes 5 us on the host; 8 rows of 151,936
+# tokens take 3 us on the bus.
 GAP = 8
 
 

@@ -1,8 +1,8 @@
 """Stores, for the next start of an engine, how much memory its largest steps take.
 
-The figure is measured by running these steps, which takes a quarter of a second of a takeover.  It is stored under
-~/.cache/quire by everything that decides it, including the engine's name: `quire serve` makes a new name each time it
-starts, so a figure is not used after the supervisor ends or an upgrade.
+Measuring it runs these steps, which would lengthen the activation of a spare engine by 0.25 s.  The measurement is
+stored under ~/.cache/quire, keyed by all settings that affect it and by the engine's name.  `quire serve` makes a new
+name each time it starts, so a measurement is not used after the supervisor ends or an upgrade.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from quire.engine.config import EngineConfig
 from quire.engine.executor.models.weights import CACHE
 
-MOST = 32  # maximum figures kept, the newest
+MOST = 32  # maximum measurements kept, the newest
 
 
 class MemoryPlan:
     """The measured memory of one configuration."""
 
     def __init__(self, config: EngineConfig, directory: Path, sizes: str, cache: Path = CACHE) -> None:
-        """`sizes`: values that the configuration left open, as they were decided."""
+        """`sizes`: values chosen for settings that the configuration leaves open."""
         self._store = cache / "activations.json"
         parts = [repr(config).replace("standby=True", "standby=False"), sizes, torch.__version__, _gpu()]
         model = (directory / "config.json").read_bytes()
@@ -37,7 +37,7 @@ class MemoryPlan:
         return found if isinstance(found, int) and found > 0 else 0
 
     def remember(self, size: int) -> None:
-        """Store the measured bytes.  A cache that cannot be written only costs time, so that is no error."""
+        """Store the measured bytes.  An unwritable cache only costs time, so it is no error."""
         kept = {key: value for key, value in self._read().items() if key != self._key}
         kept = {**dict(list(kept.items())[1 - MOST :]), self._key: size}
         draft = self._store.with_name(f"{self._store.name}.{os.getpid()}")

@@ -1,6 +1,6 @@
-"""Warms caches in a spare engine, so that a takeover takes less time.  It decides nothing.
+"""Warms caches in a spare engine, so that its activation (takeover) takes less time.
 
-The takeover reads config, weights and fingerprint again.  So if the model's files change meanwhile, the new files are
+The activation reads config, weights and fingerprint again.  So if the model's files change meanwhile, the new files are
 served.  A waiting spare holds:
 
     host memory     the imported packages, the kernels' library; with a GPU also `swap_memory_gib` of pinned memory
@@ -32,20 +32,20 @@ from quire.engine.wire.messages import Sampling
 
 log = logging.getLogger(__name__)
 
-# Tokens that stand for images and the like: they are never computed here, and config classes allow no null for them.
+# Fields with placeholder tokens of images and sound: not computed here, but config classes allow no null for them.
 OTHER_TOKENS = ("image_", "video_", "vision_", "audio_", "boi_", "eoi_", "boa_", "eoa_")
 TINY_VOCAB, TINY_LEN = 1024, 256  # vocabulary and context of the tiny model for the rehearsal
 
 
 def prepare(config: EngineConfig) -> Iterator[str]:
     """Prepare for `config`; each `next` does one part.  A part that fails raises."""
-    torch.set_num_threads(1)  # the takeover's thread starts its own team, of the size that it needs
+    torch.set_num_threads(1)  # at the activation another thread starts its own OpenMP team
     ops.load(library=Path(config.kernels) if config.kernels else None)
     yield "kernels"
     kind = local.device_kind(config)
     directory = hf.find(config.model) if config.model in hf.INCLUDED else Path(config.model).expanduser()
     if not directory.is_dir():
-        return  # a name on the hub: the takeover looks it up, and perhaps downloads it
+        return  # a name on the hub: resolved, and perhaps downloaded, at the activation
     if config.load != "random":
         read_ahead(weight_files(directory))
         yield "weight files"
@@ -57,13 +57,14 @@ def prepare(config: EngineConfig) -> Iterator[str]:
     rehearse(config, directory)
     yield "rehearsal"
     if kind == "cuda" and config.preempt != "recompute" and config.swap_memory_gib:
-        # Freed at once: torch keeps pinned memory for the next tensor of this size, which the takeover allocates.
+        # Freed at once: torch caches the pinned memory for the next tensor of this size, which the activation
+        # allocates.
         ranks, limit = config.tensor_parallel, host_resources.memory_limit()
         swap = host_memory.divide(config, weights=0, block_bytes=0, on_gpu=True, ranks=ranks, limit=limit).swap
         torch.empty(swap, dtype=torch.uint8, pin_memory=True)
         yield "pinned memory"
     gc.collect()
-    gc.freeze()  # the takeover's garbage collection need not visit the present objects
+    gc.freeze()  # garbage collections during the activation skip the objects that exist now
 
 
 def read_ahead(files: list[Path]) -> None:
@@ -128,7 +129,7 @@ def tiny(described: dict[str, Any]) -> dict[str, Any]:
             found[key] = tiny(value) if key == "text_config" else value
         elif key in ("num_hidden_layers", "n_layer", "num_layers"):
             found[key] = 1
-        elif key == "num_kv_shared_layers":  # no other layer is left
+        elif key == "num_kv_shared_layers":  # the only layer has no other layer to share with
             found[key] = 0
         elif key == "vocab_size":
             found[key] = min(value, TINY_VOCAB)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-EVERY_S = 2.0  # seconds between two lines; work that takes less time prints none
+EVERY_S = 2.0  # minimum seconds between two lines; a shorter job prints none
 GB = 1e9
 
 

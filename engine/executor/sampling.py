@@ -7,8 +7,8 @@ Order of operations on a row's logits (float32), equal to that of transformers f
     adjusted ── temperature 0: argmax
              └─ else w = exp((logit - max) / temperature), filters top_k, top_p, min_p, one draw by inverse CDF
 
-Every filter keeps the tokens whose weight w reaches some floor (an *upper set*), ties included.  So the filters of a
-row reduce to one value, the maximum of three floors.
+Every filter keeps the tokens whose weight w reaches a threshold, ties included.  So the filters of a row reduce to one
+value, the maximum of three thresholds.
 
 The draw takes u = hash(seed, sibling, output position) in [0, 1).  The token is the first, in vocabulary order, at
 which the running sum of w passes u * total.  Sums are of integers (csrc/sampling_rules.h), so a token is a function of
@@ -45,7 +45,7 @@ from quire.engine.executor.masks import Masks
 from quire.engine.wire.messages import Sampling, TokenLogprob
 
 # Prompt positions per chunk of logits and log-softmax, both in float32.  128 rows of 256k tokens take 0.3 GB.
-# Rereading the LM head for every 128 rows costs a GPU a few per cent of a scoring step.
+# Reading the LM head again for every 128 rows takes a few per cent of a scoring step's time on a GPU.
 TARGET_ROWS = 128
 
 # sampling::Settings of csrc/sampling_rules.h
@@ -67,7 +67,7 @@ RECORD = np.dtype(
         ("frequency", "<f4"),
     ]
 )
-COLDEST = 1e30  # maximum scale: it stays finite, so that 0 * scale is 0
+COLDEST = 1e30  # maximum 1 / temperature: finite, so that 0 * scale is 0
 
 # Outcomes of a row, as in csrc/sampling_rules.h.
 CHOSEN, NOT_FINITE, NOTHING_ALLOWED = 0, 1, 2
@@ -117,7 +117,7 @@ class SamplerBank:
 
     Per step: `assign` and `free`, then `flush`, `fill_masks`, `run`, then `followers.advance`.  `run` only launches,
     with sizes that the host knows, so a CUDA graph may record it: one per N and value of `general`.  A recorded graph
-    also serves slots that are filled later.  If `self.general` is false, both values give the same tokens.
+    also serves slots that are filled later.  If `self.general` is false, both values of `general` give the same tokens.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A StepPlan's values in the layouts in which they are copied to the device, and the buffers of decode steps.
+"""Layouts in which a StepPlan's values are copied to the device, and the buffers of decode steps.
 
 `batch.py` fills them on the host and applies them on the device.
 """
@@ -21,8 +21,8 @@ from quire.engine.executor.step_tensors import Targets
 class Page(NamedTuple):
     """The tensors of a step with slices, T = decodes + tokens and S = decodes + slices; on the host or on the device.
 
-    They lie one after another in one buffer, so that one copy sends them and a CUDA graph finds them at the same
-    addresses.  The entries of decoding slots stay empty: only the device has their values.
+    They are contiguous in one buffer, so that one copy sends them and a CUDA graph finds them at the same addresses.
+    The entries of decoding slots stay empty: only the device has their values.
     """
 
     ids: Any  # [T] i64

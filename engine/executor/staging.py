@@ -2,7 +2,7 @@
 
     host    | slots | edits | ids | positions | ...     pinned; one buffer per step in flight, and one to fill
                | send(): one asynchronous copy
-    device  | slots | edits | ids | positions | ...     one buffer: stream order runs the next copy after its readers
+    device  | slots | edits | ids | positions | ...     one buffer: in stream order, the next copy follows its readers
 
 A copy from pageable memory would wait until the device has finished all earlier steps.
 On a CPU both are the same memory and nothing is copied.

@@ -3,8 +3,9 @@
     memory = KV blocks + slots * state (live) + checkpoints * state
 
 A live state is as large at the first token as at the last, so `max_seqs` states take a fixed size.  If max_seqs is not
-configured, there are as many slots as half of the states' memory holds.  The rest of it becomes checkpoints, and what
-these don't need is KV cache.  On a GPU states are allocated first, and the KV cache gets what they and a step leave.
+configured, live states get half of the states' memory.  The other half is for up to MAX_CHECKPOINTS checkpoints, and
+memory beyond that goes to the KV cache.  On a GPU states are allocated first, and the KV cache gets what they and a
+step leave.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MAX_CHECKPOINTS = 1024  # finding the checkpoint to evict takes O(checkpoints)
 
 
 class StateMemory(NamedTuple):
-    """Numbers of recurrent states, and their memory."""
+    """Counts of recurrent states, and their memory."""
 
     slots: int  # slots, each with a live state
     checkpoints: int
@@ -30,8 +31,8 @@ class StateMemory(NamedTuple):
 def divide_states(config: EngineConfig, *, state_bytes: int, max_seqs: int, memory: int) -> StateMemory:
     """Return the numbers of states of `state_bytes` each.
 
-    max_seqs: slots that the batch would have.  memory: bytes for KV cache and states; if `kv_blocks` is set, the blocks
-    are allocated in addition.  Raises NotEnoughMemory that names limit and value."""
+    max_seqs: slots of the batch without this limit.  memory: bytes for KV cache and states; if `kv_blocks` is set, the
+    blocks are allocated in addition.  Raises NotEnoughMemory that names limit and value."""
     asked = int(config.state_memory_gib * GIB)
     if config.kv_blocks:
         memory = max(memory, int(CPU_DEFAULT_GIB * GIB))

@@ -5,8 +5,8 @@
                               └─ no request runs ─> catch_up captures one
                               all done ─> only sizes with all their graphs are used from then on
 
-A step is padded to a size that has a graph, or will have one: the number of rows of a GEMM decides its order of
-summation, and a graph must not change a token.
+A step is padded to a size that has a graph, or will have one.  The order of summation in a GEMM depends on its number
+of rows, so a step gives the same tokens before and after its graph is captured.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class StepGraphs:
         self._seconds = seconds  # seconds left for captures
         self._captured = False  # every size in use has all its graphs
         self._second_use: SecondUse | None = None  # set while graphs are recorded lazily
-        self._postponed: deque[Callable[[], None]] = deque()  # captures that a takeover deferred
+        self._postponed: deque[Callable[[], None]] = deque()  # captures deferred by the activation of a spare engine
         self._idle: dict[Shape, Mixed] = {}
         self.adapted: AdapterGraphs | None = None  # graphs of steps whose rows have LoRA adapters; None: no graphs
 
     def padded(self, count: int) -> int:
-        """Return the number of rows that a step of `count` rows computes, padding included."""
+        """Return the number of rows of a step of `count` rows after padding."""
         return next_size(self._sizes, count) or count
 
     # ----------------------------------------------------------------------------------------------------- every step
@@ -89,20 +89,20 @@ class StepGraphs:
         return True
 
     def sample(self, size: int, general: bool) -> None:
-        """Sample from the logits that a graph of the model left, with a graph if there is one of this size."""
+        """Sample from the logits that a graph of the model has computed, with a graph if this size has one."""
         if size in self._sample_graphs[general]:
             self._sample_graphs[general].replay(size)
         else:
             self._launches.sample(self._batch.decode_step(size), self.logits[:size], general)
 
     def sample_drafts(self, drafts: DraftRows, general: bool) -> Verified | None:
-        """Sample and verify drafts, from the logits that a graph of the model left."""
+        """Sample and verify drafts, from the logits that a graph of the model has computed."""
         return self._launches.sample(self._batch.decode_step(len(drafts.behind)), self.logits, general, drafts)
 
     def _recorded(self, number: int, size: int, general: bool) -> bool:
         """Return whether step `number` has graphs of a decode step of this size.
 
-        After a takeover, graphs are recorded when their launches run for the second time."""
+        After the activation of a spare engine, graphs are captured when their launches run for the second time."""
         if self._second_use is None:
             return False
         kinds = self._decode_graphs, self._sample_graphs[general]
@@ -224,7 +224,7 @@ class StepGraphs:
         return decodes, [partial(mixed, shape) for shape in memory_first(self._batch.shapes)]
 
     def _use_captured(self) -> bool:
-        """From now on use only the sizes that have all their graphs.  Returns False if no size has."""
+        """From now on use only sizes that have all their graphs.  Returns False if there are none."""
         kinds = self._decode_graphs, *self._sample_graphs
         if sizes := [size for size in self._decode_graphs.keys if all(size in graphs for graphs in kinds)]:
             self._sizes, self._captured = sizes, True

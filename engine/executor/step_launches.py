@@ -24,7 +24,7 @@ from quire.engine.executor.step_tensors import StepTensors, Targets
 
 
 class StepLaunches:
-    """Everything that a step launches on the device between its inputs and its output."""
+    """The launches of a step on the device between its inputs and its output."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class StepLaunches:
 
         `drafts`: the draft rows, after the rows of the slots, if the step has any.  Returns which drafts are
         accepted."""
-        count = len(step.sample_slots) if drafts is None else len(drafts.behind)  # no padding: draft rows follow
+        count = len(step.sample_slots) if drafts is None else len(drafts.behind)  # without padding: draft rows follow
         tokens, outcomes = self._output.tokens[:count], self._output.outcomes[:count]
         if drafts is not None:  # never with vocab-parallel logits
             known = step.known[:count] - drafts.behind
@@ -72,7 +72,7 @@ class StepLaunches:
             verified = verify(drafts, self._samplers, logits, tokens, outcomes, self._batch.position)
             self._batch.finish(tokens)
             return verified
-        logits = logits[:count]  # a step padded to the size of one with drafts has more
+        logits = logits[:count]  # a step that is padded to a shape with drafts has more rows
         if self._vocab_parallel is not None and not general:
             self._vocab_parallel.choose_argmax(logits, step.sample_slots, tokens, outcomes)
         else:

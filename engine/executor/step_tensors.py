@@ -37,7 +37,7 @@ class AttentionPlans:
             size = ops.attention_plan_bytes(
                 self._device, **self._most, heads=heads, kv_heads=kv_heads, head_size=head_size
             )
-            # Zeros: a plan may count arrivals in its memory, and leaves its counters at zero for the next launch.
+            # Zeros: kernels may count finished CTAs in this memory, and reset the counters to zero for the next launch.
             found = self._buffers[key] = torch.zeros(size, dtype=torch.uint8, device=self._device)
         return found
 
@@ -61,9 +61,9 @@ class StepTensors:
     sample_slots: Tensor  # [N] i64; -1: padding
     known: Tensor  # [N] i64: tokens before the one sampled now, drafts of the slot included
     targets: list[Targets] = field(default_factory=list)
-    keeps: Tensor | None = None  # [n, 2] i32: (end, place), copies of recurrent state; None: there are none
+    keeps: Tensor | None = None  # [n, 2] i32: (end, state slot), copies of recurrent state; None: there are none
     planned: set[tuple[int, ...]] = field(default_factory=set)  # kinds of attention layers that have a plan already
-    # Tokens with LoRA adapters; None: none has one.
+    # Tokens with LoRA adapters; None: no token has one.
     adapters: ops.AdapterRows | ops.DeviceAdapters | None = None
     windows: tuple[GroupPlaces, ...] = ()  # kv_indices and tables of each window group
 

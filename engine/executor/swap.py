@@ -8,8 +8,8 @@ alternatives are worse (docs/notes/kernels/layers.md has the table).  A kernel t
 fast, but occupies multiprocessors while the bus is busy.  One copy per block and layer reaches a fifth of the bus
 bandwidth.
 
-The scheduler decides what to swap, and `engine/core/policy/step_cost.py` predicts whether swapping pays
-(PagedAttention, SOSP 2023, section 4.5).
+The scheduler decides what to swap, and `engine/core/policy/step_cost.py` predicts whether swapping is faster than
+recomputing (PagedAttention, SOSP 2023, section 4.5).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Swap:
                     for memory, staged in zip(self.host, self._staging, strict=True):
                         memory[host].copy_(staged[places[0] : places[-1] + 1], non_blocking=True)
             end = self._now()
-        computing.wait_event(read)  # afterwards the blocks' next owner may write them
+        computing.wait_event(read)  # from here on the blocks' next owner may write them
         self._moving.append((len(pairs), begin, end))
         return end
 

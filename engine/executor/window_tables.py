@@ -1,4 +1,4 @@
-"""Block tables of window groups; `batch.py` has the block tables of full layers.
+"""Block tables of sliding-window layers (window groups); `batch.py` has the block tables of full-attention layers.
 
     plan.edits  (slot, index, id) ──id──> full layers: Batch.tables      group 1: tables, kv_indices      group 2: ...
 
@@ -32,7 +32,7 @@ class WindowTables:
     def __init__(
         self, ids: Sequence[range], *, max_seqs: int, columns: int, block_size: int, device: torch.device
     ) -> None:
-        """`ids`: the ids of each group's blocks in plans, ascending.  `columns`: maximum blocks of a sequence."""
+        """`ids`: range of each group's block ids in plans, ascending.  `columns`: maximum blocks of a sequence."""
         self._ids, self._block_size = ids, block_size
         self._tables = [torch.zeros(max_seqs, columns, dtype=torch.int32, device=device) for _ in ids]
         self._host = [np.zeros((max_seqs, columns), dtype=np.int32) for _ in ids]

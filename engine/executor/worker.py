@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 
 # Error text for clients.
 FAILED = "the model's logits for this token are not finite"
-MAX_LOGPROBS = 20  # most probable tokens of each position in the memory plan; more take a few bytes each
+MAX_LOGPROBS = 20  # top-k logprobs per position in the memory plan; more take a few bytes each
 MAX_DRAFTS = 448  # maximum drafts of a step on a GPU: 64 sequences with 7 each
 GPU_DEPTH = 2  # steps in flight: the device computes one while the host reads the previous result and launches the next
 
@@ -105,7 +105,7 @@ class Worker:
     ) -> None:
         """Allocate the KV cache and capture CUDA graphs.  The kernels must be loaded.
 
-        ranks: they agree on the number of blocks and of graphs; everything else follows from the plans.
+        ranks: all ranks agree on the number of blocks and of graphs; all else is determined by the plans.
 
         Raises NotEnoughMemory when the cache cannot hold one sequence of the configured max_model_len.  If none is
         configured, `max_model_len` becomes the length that the cache holds.
@@ -206,7 +206,7 @@ class Worker:
         taken = sum(group.blocks * group.token_bytes * config.block_size for group in windows)
         if self._states and (config.kv_memory_gib or not self._gpu):  # else they are not in the GPU's free memory
             taken += self._states.bytes
-        # If no length is configured, the cache decides: the model's own maximum may be meant for a larger machine.
+        # If no length is configured, the cache size limits it: the model's own maximum may need a larger machine.
         self.blocks = blocks_that_fit(
             token_bytes=token_bytes,
             block_size=config.block_size,
@@ -232,7 +232,7 @@ class Worker:
         report(replace(full, blocks=self.blocks), windows, config.block_size, model.max_model_len)
         if model.kv_scales is not None:
             use = "uses" if caches[0].scales is not None else "could use, with kv_dtype e4m3,"
-            log.info("the KV cache %s the scales of keys and values that the checkpoint brings", use)
+            log.info("the KV cache %s the scales of keys and values in the checkpoint", use)
         if self._states:
             self._states.report(self.blocks * token_bytes * config.block_size)
             caches = self._states.attached(caches)
@@ -249,7 +249,7 @@ class Worker:
             return 0
         caches = allocate(model.layers, 1, config.block_size, kv_dtype, self.device)
         batch = self._new_batch(self._states.attached(caches) if self._states else caches)
-        # An engine that takes over reuses what the previous engine measured.
+        # An activated spare engine reuses the measurement of the engine before it.
         sizes = f"{self.max_seqs} {self._step_tokens} {model.max_model_len} {model.dtype} {self.draft_tokens}"
         plan = MemoryPlan(config, model.directory, sizes)
         activations = plan.recall() if config.standby else 0
@@ -300,7 +300,8 @@ class Worker:
         return {} if self._states is None else self._states.facts()
 
     def catch_up(self) -> bool:
-        """Capture a graph that a takeover deferred, while no request runs.  Returns whether more are left."""
+        """Capture a graph that the activation of a spare engine deferred, while no request runs.  Returns whether more
+        are left."""
         return self._graphs.catch_up()
 
     def reset(self) -> None:
@@ -426,8 +427,8 @@ class Worker:
         )
 
     def _decode(self, number: int, candidates: tuple[tuple[int, int], ...]) -> Launched:
-        """Compute the next token of every decoding slot, and the rows of `candidates`, with two graph launches if there
-        are graphs."""
+        """Compute the next token of every decoding slot, and the rows of `candidates`, with two graph launches if
+        graphs exist."""
         graphs, launches, general = self._graphs, self._launches, self._samplers.general
         count = len(self._batch.decoding_slots)
         size = graphs.padded(count + len(candidates))

@@ -1,9 +1,9 @@
 """Accounting checks: full checks of the block accounting, when the engine becomes idle, every 10 s while it is busy,
 and on demand.
 
-A full check visits every block and every block table, which takes 0.1 s for the KV cache of a large GPU.  So a turn
-runs one part of it (core/accounting.py), and no token waits longer than for a part.  A busy engine begins a check every
-BUSY_EVERY_S seconds, or less often if checks would take more than MAX_SHARE of the time.  An accounting error is
+A full check visits every block and every block table, which takes 0.1 s for the KV cache of a large GPU.  So a turn of
+the loop runs one part of it (core/accounting.py), and a token waits at most for one part.  A busy engine begins a check
+every BUSY_EVERY_S seconds, or less often if checks would take more than MAX_SHARE of the time.  An accounting error is
 always a bug: a leak reduces the capacity until a restart, and a double free lets two sequences write into one block,
 which would mix two clients' answers.
 """
@@ -39,17 +39,17 @@ class AccountingChecks:
         self._each_turn, self._stop = config.check_books, config.bad_books == "stop"
         self._checked = False  # whether a check has begun since the engine became idle
         self._under_way = False  # whether some parts of a check have run, and others have not
-        self._spent_s = 0.0  # seconds that the parts of the check under way took
+        self._spent_s = 0.0  # seconds that the parts of the running check took
         self._alarm_at = 0.0  # monotonic seconds before which errors are not logged again
         self._requests: deque[Future[str]] = deque()  # checks requested by other threads
-        self._answers: list[Future[str]] = []  # requests that the check under way answers
+        self._answers: list[Future[str]] = []  # requests that the running check answers
         self.fatal: AccountingError | None = None  # an error after which the engine must report its load and end
 
     def observe(self, record: TurnRecord) -> None:
         """Run the next part of a check, or the first one if a check is due.  Never raises; see `fatal`."""
         settled = record.idle and record.was_idle and not record.orders and not self._checked
         due = not record.idle and self._clock() >= self._due_at
-        if not self._answers and self._requests:  # their check begins after them, with the first part
+        if not self._answers and self._requests:  # a check that answers a request must begin after the request
             self._answers = [self._requests.popleft() for _ in range(len(self._requests))]
             self._core.auditor.restart()
             self._under_way = True
@@ -60,7 +60,8 @@ class AccountingChecks:
 
     @property
     def awaited(self) -> bool:
-        """Whether another thread waits for a check, so that an idle engine must not wait for orders between parts."""
+        """Whether another thread waits for a check, so that an idle engine must not wait for control messages between
+        parts."""
         return bool(self._answers or self._requests)
 
     def request_check(self) -> str:

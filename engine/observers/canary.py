@@ -15,8 +15,8 @@ that the first step wrote, over a block table of two blocks.
 A step computes every decoding sequence, so a busy engine cannot run the canary's steps on their own: there the prompt
 is a request (`LoadedCanary`), and both kinds of run compute the same log-probabilities.
 
-A difference is counted, logged and alerted; it does not end the engine, because it is no proof of an error: a new
-driver or clock rate may change roundings on all engines, which would then all end at once.
+A difference is counted, logged and alerted.  It does not end the engine, because it is no proof of an error: a new
+driver may change rounding on all engines, which would then all end at once.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Canary:
         self._first: Answer | None = None
         self._idle_since = math.inf
         self._due_at = 0.0
-        self._busy_due_at = clock() + self.every_s  # a busy engine's first requests do not wait for the canary
+        self._busy_due_at = clock() + self.every_s  # the first requests of a busy engine do not wait for the canary
 
     def due(self, *, idle: bool) -> bool:
         """Return whether a run is due.  `idle`: the engine has no request, and had none in the last turn."""
@@ -114,7 +114,7 @@ class Canary:
             self.loaded.begin(now)
 
     def take(self, outputs: Outputs) -> None:
-        """Remove what `outputs` has of the canary's request, and compare its answer when it has ended."""
+        """Remove the deltas of the canary's request from `outputs`, and compare its answer when it has ended."""
         if self.loaded and self.loaded.running and (end := self.loaded.take(outputs)):
             answer, why, seconds = end
             self._record(answer, why, self.loaded.began, seconds or self._clock() - self.loaded.began)
@@ -193,7 +193,7 @@ class LoadedCanary:
         self._runs += 1
         request = Generate(
             *(NAME, NAME, list(self._prompt), 2, self._sampling, FOREVER_MS),
-            cache_salt=f"{NAME} {self._runs}",  # no run finds the blocks of an earlier one in the prefix cache
+            cache_salt=f"{NAME} {self._runs}",  # no run finds the blocks of an earlier run in the prefix cache
             tenant=ENGINE,
             priority=PRIORITIES[0],
         )
@@ -202,7 +202,8 @@ class LoadedCanary:
     def take(self, outputs: Outputs) -> tuple[Answer | None, str, float] | None:
         """Remove the request from `outputs`.  At its end returns (answer, or None if it failed; why; seconds).
 
-        The seconds are those by which the step cost model says that two steps became longer; 0: unknown."""
+        The seconds are the time that the request added to two steps, as estimated by the step cost model; 0:
+        unknown."""
         deltas = outputs.deltas.pop(NAME, [])
         outputs.events = [event for event in outputs.events if event.request.id != NAME]
         if NAME in outputs.finished:

@@ -15,7 +15,7 @@ class Rate:
     """Growth of a count per second, averaged over the time in which requests wait: the rate at full load.
 
     An exponential moving average with time constant `seconds` of waiting time; 0: no request has waited yet.  An
-    average over all time would make an engine with few requests look slow, and a burst would be refused."""
+    average over all time would be low for an engine with few requests, and gateways would refuse a burst."""
 
     def __init__(self, seconds: float = 5.0) -> None:
         self._seconds = seconds
@@ -38,7 +38,8 @@ class Rate:
 
 
 class Pace:
-    """Average seconds from one step to the next, idle time excluded; a plain mean at first, then a moving average."""
+    """Average time between the ends of two steps in seconds, without idle time: a plain mean at first, then a moving
+    average."""
 
     STEPS = 32  # time constant of the moving average, in steps
 
@@ -66,7 +67,8 @@ FILLED_S = 1.0  # minimum seconds between two counts of filled KV positions, whi
 
 
 def slots_filled(core: Scheduler) -> float:
-    """Return the fraction of the KV positions in held blocks that hold a token; 0: no block is held.  O(sequences)."""
+    """Return the fraction of the KV positions in allocated blocks that hold a token; 0: no block is allocated.
+    O(sequences)."""
     slots = (core.pool.total - core.pool.available) * core.pool.block_size
     return 1 - core.occupancy.wasted_positions() / slots if slots else 0.0
 

@@ -41,8 +41,8 @@ class KVUse(NamedTuple):
     """Usage of the KV cache."""
 
     shared_fraction: float  # 1 - held blocks / entries of all block tables
-    held: dict[str, int]  # bytes held by sequences, by group of layers
-    cached: dict[str, int]  # bytes of idle cached blocks, by group of layers
+    held: dict[str, int]  # bytes of blocks that sequences hold, by layer group
+    cached: dict[str, int]  # bytes of cached, unreferenced blocks, by layer group
 
 
 class StepTimes:
@@ -97,7 +97,7 @@ class Measurements:
         self.warming = False  # set by the warm-up: the engine computes hot prefixes and serves no request yet
         self.warm = WarmUp()
         self.start_s: dict[str, float] = {}  # seconds of this start, by part
-        self.takeover = False  # whether this engine was a spare
+        self.takeover = False  # whether this engine was an activated spare
         self.memory: dict[str, int] = {}  # device memory in bytes, by part
         self.phases_s = dict.fromkeys(PHASES, 0.0)
         self.sync_s = Tally(histograms.ROUND_TRIP_S)

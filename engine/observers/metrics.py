@@ -1,6 +1,6 @@
 """The engine's metrics in one table.  A new metric is one row of TABLE, and a measurement that the row reads.
 
-    TurnRecord --Measurements.observe--> plain numbers <--Row.read-- Telemetry.collect <-- a scrape
+    TurnRecord --Measurements.observe--> plain values <--Row.read-- Telemetry.collect <-- a scrape
 
 Only this module and metrics_vllm.py name metrics of `engine`; labels have closed sets of values.
 """

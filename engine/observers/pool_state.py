@@ -81,7 +81,7 @@ class TableRuns:
         self.packed: SequenceBlocks | None = None  # cached result of pack()
 
     def continues(self, table: list[int]) -> bool:
-        """Return whether `table` is the same table and has only grown since.
+        """Return whether `table` is the table read before, with or without new blocks at its end.
 
         Comparing the last block read is enough: a copy-on-write only replaces the block that is written next."""
         read = self._read

@@ -1,4 +1,4 @@
-"""Prefix reports: the prefixes that an engine publishes as cached, and its backlog of prompt tokens to compute.
+"""Prefix reports: the cached prefixes that an engine publishes, and its backlog of prompt tokens to compute.
 
     TurnRecord --HeldPrefixes--> gained, lost --> BusThread --PrefixReport--> EngineSide.sync --> prefixes:ENGINE
     claims, deltas --PromptBacklog--> tokens ----^

@@ -34,15 +34,15 @@ class RequestLine(msgspec.Struct):
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     ends_known: bool = False  # the answer ends at max_tokens, since it ignores EOS: the scheduler knew its length
     outcome: FinishReason | None = None  # finish reason of the choice that ended last
-    claimed_s: float = 0.0  # seconds from queueing until this engine had the request
+    claimed_s: float = 0.0  # seconds from queueing until this engine claimed the request
     queue_s: float | None = None  # seconds from queueing to the start in the batch; null: never started on this engine
     ttft_s: float | None = None  # seconds from queueing to the first token; null: no first token on this engine
     e2e_s: float = 0.0  # seconds from queueing until the last choice ended
-    preemptions: int = 0  # times that a sequence of it was preempted
-    pauses: int = 0  # times that a sequence of it waited for a free block
+    preemptions: int = 0  # preemptions of its sequences
+    pauses: int = 0  # times that one of its sequences paused for want of a free block
     paused_s: float = 0.0  # seconds of these waits, summed over its sequences
-    # At its end: sequences that still ran, and the measured seconds of a step of so many without prompts, and of a
-    # prompt token in addition; 0: not measured yet.
+    # At its end: running sequences, measured seconds of a decode-only step with that many, and seconds per prompt token
+    # in addition; 0: not measured yet.
     running: int = 0
     step_s: float = 0.0
     prompt_token_s: float = 0.0

@@ -27,7 +27,7 @@ class TurnRecord(msgspec.Struct, kw_only=True):
     marks: list[float]  # time.monotonic() after the inbox returned, then at the end of each of PHASES
     unix_ms: int  # unix time at marks[0], on this process's clock
     was_idle: bool  # whether the engine had no request after the previous turn
-    orders: list[Order]  # the orders of this turn, as the inbox returned them
+    orders: list[Order]  # the control messages of this turn, as the inbox returned them
     queued: int = 0  # this engine's share of the requests that wait in the shared queue
     now_ms: int = 0  # unix time for which the plan was made
     stalled: bool = False  # no plan was made, because the outbox was full
@@ -37,7 +37,7 @@ class TurnRecord(msgspec.Struct, kw_only=True):
     failed: bool = False  # whether a step failed, so that the executor dropped all steps in flight
     gated: int = 0  # sequences that wait for a grammar or an adapter
     gated_by_adapters: int = 0  # sequences that wait for an adapter
-    # (sequences that run, measured seconds of a decode-only step of so many, and per prompt token); 0: unknown
+    # (running sequences, measured seconds of a decode-only step with that many, seconds per prompt token); 0: unknown
     step_costs: tuple[int, float, float] = (0, 0.0, 0.0)
     load: EngineLoad | None = None  # None: the turn has not published yet
     totals: Totals  # counts since start; not a copy, so the scheduler keeps changing it
@@ -53,7 +53,7 @@ class TurnRecord(msgspec.Struct, kw_only=True):
     # The following functions visit every sequence, so do not call them in every turn.
     count_wasted_slots: Callable[[], int]
     measure_sharing: Callable[[], float] = lambda: 0.0  # 1 - held KV blocks / entries of all block tables
-    # (bytes held by sequences, bytes of idle cached blocks), each by group of layers.
+    # (bytes of blocks that sequences hold, bytes of cached, unreferenced blocks), each by layer group.
     group_bytes: Callable[[], tuple[dict[str, int], dict[str, int]]] = lambda: ({}, {})
 
 

@@ -1,4 +1,5 @@
-"""`python -m quire.engine.process.fork_server [MODEL] [options]`: forks spare engines, so that none imports torch.
+"""`python -m quire.engine.process.fork_server [MODEL] [options]`: forks spare engines, so that no spare needs to import
+torch.
 
     supervisor ── socket: a pipe, the standard input of the spare ──> fork server ── fork ── fork ──> spare
                <── PID of the spare ────────────────────────────────┘       └ ends: the supervisor becomes the parent
@@ -7,7 +8,7 @@ The imports and the kernels take 5 s of CPU time; a fork takes 30 ms.  `quire se
 first engine is ready.  A spare runs `python -m quire.engine --standby` with the options of the fork server.
 
 Threads and a CUDA context do not survive a fork.  So the server has one thread, and only spares call CUDA.  If a fork
-lost a thread or a CUDA context nevertheless, the spare replaces itself by a new interpreter: slow, but correct.
+has lost a thread or a CUDA context nevertheless, the spare replaces itself by a new interpreter: slow, but correct.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def main(words: list[str]) -> int:
         message, descriptors, _, _ = socket.recv_fds(supervisor, 64, 1)
         if not message:
             return 0
-        if not descriptors:  # a wake-up without a pipe: the supervisor needed a spare soon, see `low_priority`
+        if not descriptors:  # a wake-up without a pipe: the supervisor needs a spare soon, see `low_priority`
             continue
         one_thread = len(os.listdir("/proc/self/task")) == 1
         pid = fork_grandchild()
@@ -63,7 +64,7 @@ def main(words: list[str]) -> int:
 def prepare(config: EngineConfig) -> None:
     """Run the imports for all spares and, without a GPU, also the preparation of a spare."""
     _, parts = code(config)
-    if config.tensor_parallel > 1 or may_have_gpu(config):  # ranks and CUDA contexts must belong to the spare itself
+    if config.tensor_parallel > 1 or may_have_gpu(config):  # the spare itself must create ranks and CUDA contexts
         return
     with contextlib.suppress(Exception):  # the spare repeats the preparation, and logs its errors
         for _ in parts(config):

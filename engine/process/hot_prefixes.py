@@ -1,7 +1,7 @@
-"""Hot prefixes: a starting engine computes the most-hit prefixes of earlier engines, to keep the cache's hit rate.
+"""Hot prefixes: a starting engine computes the most-hit prefixes of earlier engines, so that its cache starts warm.
 
     serving:   "started" events --PrefixCounts--> every WRITE_S seconds --> one key in Redis (wire/hot_prefix_store.py)
-    starting:  the key --warm()--> prefill, within a share of the pool --> idle cached blocks, then /ready
+    starting:  the key --warm()--> prefill, within a share of the pool --> cached blocks, then /ready
 
 The warm-up is skipped or ended if requests wait and no other engine has free capacity for them.
 """
@@ -85,8 +85,9 @@ def warm(
 ) -> None:
     """Prefill the stored hot prefixes, hottest first, before the engine's first turn, and begin to count hits.
 
-    Takes at most `warm_seconds`, plus the steps in flight at that time.  The prefixes become idle cached blocks.
-    Errors are logged, and the engine starts with fewer cached prefixes.  `observers` get the turns of the warm-up."""
+    Takes at most `warm_seconds`, plus the steps in flight at that time.  The prefixes become cached, unreferenced
+    blocks.  Errors are logged, and the engine starts with fewer cached prefixes.  `observers` get the turns of the
+    warm-up."""
     config, core, telemetry, began = engine.config, engine.core, telemetry or Telemetry(), clock()
     if not config.warm_seconds or not core.pool.caching:
         return

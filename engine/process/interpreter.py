@@ -6,11 +6,12 @@ import gc
 import sys
 
 # Seconds that a thread may hold the GIL while another thread waits for it.  With Python's default of 5 ms the bus
-# thread waits longer while the executor computes: median TTFT 47.6 ms, and 43.2 ms with this value (36 to 42 streams).
+# thread waits longer while the executor computes: at 36 to 42 streams the median TTFT is 47.6 ms with 5 ms and 43.2 ms
+# with this value.
 SWITCH_S = 0.0002
 # Thresholds of the garbage collector.  With Python's default of 700, objects of a step of 1,000 sequences reached the
-# old generation before they were freed.  The collector then visited all sequences every two seconds: 30 to 130 ms with
-# 1,000 sequences.
+# old generation before they were freed.  Every two seconds the collector then visited all sequences, which took 30 to
+# 130 ms.
 GC_THRESHOLDS = (10_000, 10, 5)
 
 

@@ -2,8 +2,8 @@
 
     imports -> prepare (executor/preload.py) -> wait on standard input -> takeover: load model, open queue, serve
 
-The spare prepares at a lower priority, because the serving engine needs the cores, if the system allows it to raise the
-priority again.  A takeover ends the preparation at once.
+The spare prepares at a lower priority, because the serving engine needs the cores, if the system allows raising the
+priority again.  Its activation (takeover) ends the preparation at once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def wait_for_turn(parts: Iterable[object]) -> bool:
     """Prepare step by step, then wait for a line on standard input.  False: it ended, so no spare is needed.
 
     `parts`: an iterator that runs the next part of the preparation at each item.  A failing part is logged and ends the
-    preparation; the takeover then does the work, and reports its errors."""
+    preparation; the activation then does the work, and reports its errors."""
     try:
         for _ in parts:
             if turn_has_come():
@@ -58,7 +58,7 @@ def wait_for_turn(parts: Iterable[object]) -> bool:
         else:
             log.info("spare %d is ready to take over if the engine dies", os.getpid())
     except Exception as error:
-        log.warning("spare: preparation failed, a takeover will take longer: %s: %s", type(error).__name__, error)
+        log.warning("spare: preparation failed, its activation will take longer: %s: %s", type(error).__name__, error)
     return bool(sys.stdin.readline())
 
 
@@ -71,8 +71,8 @@ def turn_has_come() -> bool:
 def low_priority() -> Iterator[None]:
     """Run at a lower priority, if the process may raise it again afterwards.
 
-    If the supervisor has already asked this spare to take over, its priority is restored at once.  The supervisor
-    writes the line first and raises the priority afterwards, so at least one of the two processes raises it."""
+    If the supervisor has already activated this spare, its priority is restored at once.  The supervisor writes the
+    line first and raises the priority afterwards, so at least one of the two processes raises it."""
     before = os.getpriority(os.PRIO_PROCESS, 0)
     polite = may_raise_priority(before)
     if polite:

@@ -41,7 +41,7 @@ SAMPLES = (
     "a",
 )
 LEADING = "  leading blanks"
-DRAWN, DRAWN_IN_A_TEXT = 2000, 40  # vocabulary tokens used to verify a conversion, and tokens per sample text
+DRAWN, DRAWN_IN_A_TEXT = 2000, 40  # vocabulary tokens that verify a conversion, and tokens per sample text
 
 
 class Unconverted(Exception):
@@ -79,7 +79,7 @@ def convert(vocabulary: Path, described: dict[str, Any], family: str) -> Backend
 
 
 def is_tiktoken(content: bytes) -> bool:
-    """Return whether a file is in tiktoken's format: its first line is a base64 token and a rank."""
+    """Return whether a file is in tiktoken's format: its first line is a base64 token and a merge rank."""
     parts = content.split(b"\n", 1)[0].split()
     try:
         return len(parts) == 2 and parts[1].isdigit() and bool(base64.b64decode(parts[0], validate=True))
@@ -149,9 +149,9 @@ def read_model(content: bytes) -> Any:
         "it is no BPE model": training.model_type != training.BPE,
         "it has no tokens for bytes (byte_fallback)": not training.byte_fallback,
         f"it changes texts first ({text.name or 'a normalisation of its own'})": bool(text.precompiled_charsmap),
-        "it removes blanks": text.remove_extra_whitespaces,
-        "it keeps blanks as they are": not text.escape_whitespaces,
-        "it puts the blank after a word": training.treat_whitespace_as_suffix,
+        "it removes spaces": text.remove_extra_whitespaces,
+        "it does not replace spaces by U+2581": not text.escape_whitespaces,
+        "it puts the space after a word instead of before it": training.treat_whitespace_as_suffix,
         "it has unused pieces": any(piece.type == UNUSED for piece in model.pieces),
     }
     if odd := next((reason for reason, holds in reasons.items() if holds), ""):
@@ -205,7 +205,7 @@ def merges_of(found: Pieces) -> list[tuple[str, str]]:
 
 
 def drawn(found: Pieces) -> Iterator[str]:
-    """Iterate over sample texts of pieces from all of the vocabulary, and of user-defined symbols."""
+    """Iterate over sample texts made of pieces from the complete vocabulary and of user-defined symbols."""
     normal = [text.replace(BLANK, " ") for text, kind in zip(found.texts, found.kinds, strict=True) if kind == NORMAL]
     chosen = normal[:: max(1, len(normal) // DRAWN)]
     for start in range(0, len(chosen), DRAWN_IN_A_TEXT):
@@ -221,11 +221,12 @@ def drawn(found: Pieces) -> Iterator[str]:
 def convert_tiktoken(content: bytes, described: dict[str, Any], family: str) -> Backend:
     """Return the verified tokenizer of a tiktoken file.  Raises Unconverted.
 
-    A word that equals a token becomes this token; other words are merged in the order of ranks."""
+    A word that equals a token becomes this token; other words are merged by BPE in the order of the file's merge
+    ranks."""
     import tiktoken
 
     if family != "llama":
-        raise Unconverted(f"a tiktoken file does not say how texts are cut; that is known of Llama 3, not of {family}")
+        raise Unconverted(f"a tiktoken file lacks the pre-tokenizer's pattern, known for Llama 3, not for {family}")
     if not described.get("added_tokens_decoder"):
         raise Unconverted("its tokenizer_config.json has no added_tokens_decoder: special tokens are not in the file")
     ranks = read_ranks(content)
@@ -295,7 +296,7 @@ def declared_tokens(described: dict[str, Any]) -> dict[int, dict[str, Any]]:
             raise Unconverted(f"{place} names a token {at!r}; its name must be a number")
         if token_number(at) is None:
             shown = at if len(at) <= 20 else f"{at[:20]}..."
-            raise Unconverted(f"{place} names the token {shown}; numbers of tokens must be below {MAX_TOKENS:,}")
+            raise Unconverted(f"{place} names the token {shown}; token ids must be below {MAX_TOKENS:,}")
         if not isinstance(token, dict) or not isinstance(token.get("content"), str):
             raise Unconverted(f"{place} has a token {at} without content")
     return {int(at): token for at, token in declared.items()}

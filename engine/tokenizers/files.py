@@ -92,7 +92,7 @@ def as_in_file(source: str, made: Any) -> Any:
     for field, token in made.special_tokens_map.items():  # default tokens of the class, used by chat templates
         if isinstance(token, str) and getattr(generic, field, None) is None and own.token_to_id(token) is not None:
             setattr(generic, field, token)
-    message = "%s: transformers' %s rebuilds the tokenizer otherwise than tokenizer.json has it: the file's is used"
+    message = "%s: transformers' %s builds another tokenizer than tokenizer.json describes: using the file's"
     log.warning(message, source, type(made).__name__)
     return generic
 
@@ -127,7 +127,7 @@ def unread_file(name: str) -> str:
         return f"it has no tokenizer file; {ADVICE}"
     if name == TEKKEN:
         return f"its tokenizer is Mistral's tekken.json, which Quire does not read; {ADVICE}"
-    return f"its tokenizer is the tiktoken file {name}, which does not say how texts are cut; {ADVICE}"
+    return f"its tokenizer is the tiktoken file {name}, which lacks the pre-tokenizer's pattern; {ADVICE}"
 
 
 def unconverted(source: str, name: str) -> TokenizerError:

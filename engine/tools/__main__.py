@@ -1,6 +1,6 @@
 """Tools for developers and operators: `python -m quire.engine.tools NAME [options]`.
 
-simulate   the scheduler on a virtual clock: what a pool size and an admission mode do to a load
+simulate   the scheduler on a virtual clock: TTFT, ITL and preemptions of a load by pool size and admission mode
 bench      throughput, latency and swap of one loaded model, without Redis and HTTP
 gpu-idle   how long a GPU is idle between decode steps
 models     which model families are served, proved against transformers; writes docs/models.md

@@ -1,8 +1,8 @@
 """Measurements on one loaded model, without Redis and HTTP: throughput of a file of requests, TPOT, start time.
 
     python -m quire.engine.tools bench MODEL --requests FILE [--rounds 2] [--latency 1,32] [--compare-prefix-cache]
-    python -m quire.engine.tools bench MODEL --latency 1,32 [--latency-tokens 256]  ms per token and to the first one
-    python -m quire.engine.tools bench MODEL --beams 8  ms per token of 8 beams, and of 8 plain sequences
+    python -m quire.engine.tools bench MODEL --latency 1,32 [--latency-tokens 256]  TPOT and TTFT by batch size
+    python -m quire.engine.tools bench MODEL --beams 8  TPOT of one request with 8 beams, and of 8 plain sequences
     python -m quire.engine.tools bench MODEL --swap 512  time of a preemption by block size, swapped and recomputed
     python -m quire.engine.tools bench MODEL --long-prompt 8192  ITL of 32 sequences while a long prompt is computed
     python -m quire.engine.tools bench MODEL --long-prompt 32768 --long-prompt-steps 100  ITL at each quarter of it
@@ -83,13 +83,13 @@ def bench(config: EngineConfig, options: Options) -> dict[str, float]:
     figures = {"start_s": time.perf_counter() - begin, "kv_tokens": llm.executor.blocks * config.block_size}
     vocab = llm.executor.info.vocab_size
     llm.generate([prompt(16, vocab, seed=-1)], GREEDY, max_new_tokens=1)
-    figures["first_token_at"] = time.time()  # unix time; the caller knows when it started this process
+    figures["first_token_at"] = time.time()  # unix time; the caller knows the start time of this process
     llm.generate([prompt(16, vocab, seed) for seed in range(-5, -1)], GREEDY, max_new_tokens=8)
     if jobs:
         pool = llm.engine.core.pool
         with_cache, without = [], []
         for turn in range(options.rounds):
-            # Other token ids in every round; otherwise the prefix cache would hit all prompts from round 2 on.
+            # Different token ids in every round; otherwise the prefix cache would hit all prompts from round 2 on.
             jobs = [Job([(i + turn) % vocab for i in j.token_ids], j.max_new_tokens, j.at_s) for j in jobs]
             with_cache.append(run(llm, jobs, slots=options.slots))
             say(f"requests, round {turn + 1}: {with_cache[-1]}")
@@ -171,7 +171,7 @@ def latency(llm: LLM, batch: int, vocab: int, beams: Beams | None = None, *, tok
     for turn in range(6 if batch == 1 else 4):  # the first turn is a warm-up
         for count, times in ((1, first), (tokens, last)):
             group = (batch * 10 + turn) * tokens + count  # all prompts differ, so that none is in the prefix cache
-            rows = range(batch, batch + 1) if beams else range(batch)  # a beam search has its own prompt, too
+            rows = range(batch, batch + 1) if beams else range(batch)  # a beam search uses a further prompt
             prompts = [prompt(PROMPT, vocab, seed=group * 4096 + i) for i in rows]
             begin = time.perf_counter()
             llm.generate(prompts, GREEDY, max_new_tokens=count, beams=beams)

@@ -56,7 +56,7 @@ class Did(NamedTuple):
 
 
 def measure(llm: LLM, batch: int, trace: str | None) -> Idle:
-    """Profile decode steps of `batch` sequences: all have joined before the profile begins, and none ends within it."""
+    """Profile decode steps of `batch` sequences: all run before the profile begins, and none ends within it."""
     joined: list[Completion] = []
     for seed in range(batch):
         ids = random.Random(seed).choices(range(llm.executor.info.vocab_size), k=PROMPT)

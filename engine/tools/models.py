@@ -4,9 +4,9 @@
     python -m quire.engine.tools models --only llama,gpt2   some of them; prints the table and writes no page
     python -m quire.engine.tools models --tensor-parallel 2  texts of two ranks against those of one; writes no page
 
-For each family a tiny checkpoint with random weights is made, in float32, and three prompts are continued greedily on a
-CPU, as `transformers.generate` continues them: whole and in one batch, again with their prefixes cached, and in chunks
-of 7 tokens without a cache.  A family is equal only if all nine texts are, token for token.
+For each family it makes a tiny checkpoint with random float32 weights, and compares greedy outputs of three prompts on
+a CPU with `transformers.generate`: in one batch with unchunked prefill, again with their prefixes cached, and in chunks
+of 7 tokens without a cache.  A family is equal only if all nine outputs are, token for token.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """`python -m quire.engine.tools simulate`: the scheduler on a virtual clock, without a model.
 
-It shows what a pool size and an admission mode do to a given load.
+It shows TTFT, ITL, preemptions and KV utilisation of a load by pool size and admission mode.
 
-The core is the real one; only the executor is made up.  The executor knows when each output ends.  The scheduler does
-not, unless the job says so (`ends_known`).  A step takes as long as `StepTime` says for its tokens and rows; of a
-request log it is what explains the log's times (step_fit.py).  A request log is simulated with what the log itself
-says in the first line of the table, so that a reader sees how well the simulation predicts it.
+Scheduler and block pool are the engine's own; only the executor is simulated.  The executor knows when each output
+ends.  The scheduler does not, unless the job has `ends_known`.  `StepTime` gives the time of a step from its tokens and
+sequences; for a request log, step_fit.py fits it to the log's times.  The first line of the table has the log's own
+measurements, so that a reader sees the error of the simulation.
 """
 
 from __future__ import annotations
@@ -278,9 +278,9 @@ def line(mode: str, seed: int, report: Report) -> str:
 
 
 def measured(lines: Sequence[RequestLine]) -> str:
-    """Format what a request log says itself, as a line of the table below HEADER; times of single tokens are not in it.
+    """Format a request log's own measurements as a line of the table below HEADER; ITL is not in the log.
 
-    As in a simulation, only requests with output count; those that the client ended are not on time."""
+    As in a simulation, only requests with output count; requests that the client cancelled are not on time."""
     ran = [line for line in lines if line.output_len or line.outcome in ("cancelled", "deadline")]
     whole = [line for line in ran if line.outcome in ("stop", "length") and line.ttft_s is not None]
     good = sum(on_time(line.ttft_s or 0.0, line.e2e_s - (line.ttft_s or 0.0), line.output_len) for line in whole)

@@ -3,13 +3,14 @@
     line of the log:   queued ---- started --- first token ---------------- end: the engine's measured step times
                                       prompt            output_len - 1 steps
 
-The engine writes with each line what it has measured: a step of so many sequences without prompts, and a prompt token
-in addition.  A straight line through the first, and the median of the second, are the shape.  Its scale comes from the
-answers: between its first token and its end a sequence takes part in every step, so that time is
+Each line has two measurements of the engine: the time of a decode-only step with a number of sequences, and the
+additional time per prompt token.  A linear fit of the first and the median of the second give the model, up to a
+factor.  The factor comes from the answers: between its first token and its end a sequence takes part in every step, so
+that time is
 
     steps * fixed + (sum over the steps of running sequences) * row + (prompt tokens computed meanwhile) * prompt_token
 
-and whatever the loop does between two steps is in it, too.
+and includes the time of the loop between two steps.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ import msgspec
 from quire.engine.observers.request_log import RequestLine
 from quire.engine.tools.step_time import StepTime
 
-MIN_STEPS = 8  # shorter answers say more of rounding than of steps
-ROUNDING_S = 1e-5  # more than the sums of rounded times in a log differ
-MIN_LINES = 8  # fewer answers that ran through do not determine the scale
+MIN_STEPS = 8  # minimum steps of an answer: for shorter answers rounding errors dominate
+ROUNDING_S = 1e-5  # upper bound of the rounding error of sums of times in a log
+MIN_LINES = 8  # minimum number of complete answers to determine the factor
 
 
 class Integral:
@@ -50,7 +51,7 @@ class Integral:
 
 
 def fit(lines: Sequence[RequestLine]) -> StepTime | None:
-    """Return the step times that explain a request log; None: it has too few answers that ran through."""
+    """Return the step times fitted to a request log; None: it has too few complete answers."""
     ran = [line for line in lines if line.queue_s is not None and line.ttft_s is not None and line.output_len]
     # Pauses and preemptions are not steps.
     kept = [line for line in ran if line.output_len > MIN_STEPS and not line.preemptions and not line.pauses]
@@ -78,21 +79,22 @@ def measured_by_engine(lines: Sequence[RequestLine]) -> StepTime | None:
     if len(set(running)) < 2:
         return StepTime(fmean(seconds), 0.0, median(tokens))
     row, fixed = linear_regression(running, seconds)
-    if fixed < 0 or row < 0:  # nearly all of the time is one of the two
+    if fixed < 0 or row < 0:  # one of the two is nearly 0
         fixed, row = (0.0, fmean(seconds) / fmean(running)) if fixed < 0 else (fmean(seconds), 0.0)
     return StepTime(fixed, row, median(tokens))
 
 
 def _rows(line: RequestLine) -> tuple[float, float, float]:
-    """Return when a line's sequences decoded, and how many of them ran on average: the others waited for a block."""
+    """Return the interval in which a line's sequences decoded, and the mean number that ran: paused sequences wait for
+    a block."""
     first, end = line.at_s + (line.ttft_s or 0.0), line.at_s + line.e2e_s
     return first, end, max(0.0, line.n - line.paused_s / (end - first)) if end > first else 0.0
 
 
 def _prompt(line: RequestLine) -> tuple[float, float, float]:
-    """Return when a line's prompt was computed, and its tokens per second.
+    """Return the interval of a line's prefill, and its tokens per second.
 
-    The log has the end of the step that started it, so a prompt of one step ends when it starts."""
+    The log has the end of the step in which the prefill began, so a prefill of one step has an interval of length 0."""
     start, first = line.at_s + (line.queue_s or 0.0), line.at_s + (line.ttft_s or 0.0)
     start = min(start, first - ROUNDING_S)
     return start, first, (line.prompt_len - line.cached_tokens) / (first - start)

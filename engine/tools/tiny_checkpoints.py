@@ -1,6 +1,6 @@
 """Tiny checkpoints of any causal family of the installed transformers: random weights, no tokenizer.
 
-A config starts from its class's defaults.  Fields that make a model large are replaced by name patterns, so most new
+A config starts from its class's defaults.  Fields that make a model large are recognised by name patterns, so most new
 families of transformers need no entry here.  Head size 32, vocabulary of 640; each kind of layer occurs.
 """
 
@@ -108,7 +108,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "mellum": _layers(_FULL, _SLIDING, **_MIXTURE),
     "minimax_m3_vl_text": _layers(_FULL, "minimax_m3_sparse", **_MIXTURE),
     "ministral": _layers(_FULL, _SLIDING),
-    "mistral4": {"head_dim": 2 * HIDDEN // HEADS},  # with and without rotary embedding, together
+    "mistral4": {"head_dim": 2 * HIDDEN // HEADS},  # both parts of a head together: with and without rotary embedding
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "muse_spark_audio": {"num_hidden_layers": 4},
     "muse_spark_text": _MIXTURE,

@@ -435,7 +435,7 @@ def test_drafts_are_on_where_they_change_no_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("drafts", "line"), [("auto", "on, computed where drafts pay"), ("off", "off, because --drafts is off")]
+    ("drafts", "line"), [("auto", "on, computed when they save time"), ("off", "off, because --drafts is off")]
 )
 def test_the_start_log_says_whether_an_engine_drafts_and_why_not(
     checkpoint: Checkpoint, drafts: str, line: str, caplog: pytest.LogCaptureFixture

@@ -1,7 +1,7 @@
 """CUDA graphs of steps that have rows with LoRA adapters; `step_graphs.py` has the graphs of steps without adapters.
 
-Steps without such rows replay the graphs of a server without LoRA.  A size with adapters is captured when it runs for
-the second time, so a server without requests for adapters has no such graph.
+Steps without such rows replay the graphs of a server without LoRA. A batch size with adapters is captured when it runs
+for the second time, so a server without adapter requests has no such graph.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     Start.adapter, forks ───> batch slot -> adapter slot
     tokens of the step ─ rows ─> AdapterRows: rows sorted by adapter; None: the step has none
 
-On a CPU a slot names an adapter in host memory, so a load copies nothing.  On a GPU a load copies the adapter to the
-memory of its slot, and the rows are listed in buffers there (`device_slots.py`).
+On a CPU an adapter slot refers to an adapter in host memory, so a load copies nothing.  On a GPU a load copies the
+adapter to the slot's device memory, which also has the lists of rows (`device_slots.py`).
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class AdapterBank:
         """Return the rows of a step in which `decoding` compute one token each, followed by the plan's slices; None: no
         row has an adapter.  On a GPU `staging` holds the values that `apply` copies.
 
-        all_decoding: the identical tuple in each step with the same slots and no slices, so its rows are computed once.
-        padded: number of rows before the slices, and of all rows, if the step is padded."""
+        all_decoding: the same tuple object in each step with the same slots and no slices, so its rows are computed
+        once. padded: number of rows before the slices, and of all rows, if the step is padded."""
         if not self._adapted:
             return None
         if plan.slices:

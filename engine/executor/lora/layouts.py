@@ -22,7 +22,7 @@ class Layout(Protocol):
         """Return the maximum rank of a layer."""
 
     def with_ranks(self, matrix: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Return A of one layer, padded to the number of stored ranks."""
+        """Return A of one layer, padded to the layout's multiple of ranks."""
 
     def shrink(self, matrix: Numbers) -> Numbers:
         """Return A in its stored form, flat."""

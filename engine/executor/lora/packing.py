@@ -1,6 +1,6 @@
 """Packs an adapter's matrices into one tensor in the kernels' layout, after checks against the base model.
 
-Only numpy computes here: torch would start a second team of threads.
+Uses only numpy, because torch would start a second OpenMP team.
 """
 
 from __future__ import annotations

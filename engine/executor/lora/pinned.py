@@ -20,7 +20,7 @@ ALIGN = 16  # bytes
 def pinned(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Return copies of the tensors in one block of page-locked memory, which lives as long as one of them.
 
-    If the system locks no more pages, the memory is ordinary: a copy then blocks the thread that starts it."""
+    If the system refuses to lock more pages, the memory is pageable, and a copy blocks the thread that starts it."""
     ends = np.cumsum([-(-tensor.nbytes // ALIGN) * ALIGN for tensor in tensors])
     memory = np.frombuffer(mmap.mmap(-1, max(1, int(ends[-1]))), dtype=np.uint8)
     for tensor, end in zip(tensors, ends.tolist(), strict=True):

@@ -51,14 +51,14 @@ class Sites:
     sites: list[Site] = field(default_factory=list)
     # Rows of the running step; None: none has an adapter.
     rows: ops.AdapterRows | ops.DeviceAdapters | None = None
-    aligned: int = 1  # divisor of inputs and outputs that the kernels need; other layers support no adapters
+    aligned: int = 1  # the kernels need inputs and outputs that are multiples of this; other layers get no adapters
     _paths: dict[int, tuple[str, int]] = field(default_factory=dict)  # id of a module -> its path and input size
     _unproved: set[int] = field(default_factory=set)  # sites of layers that the model's own code calls
     _calls: dict[int, list[int]] | None = None  # while layers are watched: rows of each call of a site
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Sites:
-        """Return the sites of a model whose layers are still transformers' own; the head has none."""
+        """Return the sites of a model whose layers are still transformers' own; the LM head has none."""
         head = model.get_output_embeddings()
         found = cls(aligned=1 if model.device.type == "cpu" else ops.LORA_ALIGNED)
         for path, module in model.named_modules():
@@ -85,7 +85,8 @@ class Sites:
         return len(self.sites) - 1
 
     def add_called(self, linear: nn.Module) -> int:
-        """Register a layer that the model's own code calls; `proving` tests whether it does so as adapters need."""
+        """Register a layer that the model's own code calls; `proving` checks that it is called once with all rows of a
+        step."""
         if (site := self.add([linear])) >= 0:
             self._unproved.add(site)
         return site

@@ -1,11 +1,12 @@
-"""Adapters in host memory: those that requests hold, those kept for later requests, and the loading of others.
+"""LoRA adapters in host memory, and their loading.  An adapter is held (referenced) by requests, or kept (cached) for
+later requests.
 
     hold ─> waits ──the loader's thread reads and packs──> loaded ──last release──> kept ── over `max_bytes` ─> evicted
               └─ last release: dropped                       ^──────── hold ─────────'
 
 A held adapter is never evicted, so a step finds it at once.  While held adapters fill the memory, loads wait.  Only the
-loader's thread reads files, so a slow disk stops no step.  An id names the bytes of its files, so files that cannot be
-served are read once.  If files are missing, the next request looks again.
+loader's thread reads files, so a slow disk delays no step.  An id contains the digest of its files, so files that
+cannot be served are read only once.  If files are missing, the next request tries again.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Adapter:
 
 
 def source(adapter: str, path: str) -> str:
-    """Return what `hold` takes: the adapter's id and its folder."""
+    """Return the key of an adapter for `hold`: its id and its folder."""
     return f"{adapter}={path}"
 
 
@@ -88,7 +89,8 @@ class AdapterStore:
     # ------------------------------------------------------------------------------------------ for the adapter gate
 
     def hold(self, request_id: str, text: str, tenant: str = "", weight: float = 1.0) -> bool:
-        """Let a request hold an adapter (`source`) until its `release`.  Returns whether it is loaded, or faulty."""
+        """Add a request's reference to an adapter (`source`), until `release`.  Returns whether it is loaded, or
+        faulty."""
         with self._lock:
             adapter = self._adapters.get(text)
             if adapter is None:
@@ -105,7 +107,7 @@ class AdapterStore:
             return adapter.done
 
     def release(self, request_id: str) -> None:
-        """End a request's hold; harmless without one."""
+        """Drop a request's reference; harmless without one."""
         with self._lock:
             if (adapter := self._by_request.pop(request_id, None)) is None:
                 return
@@ -168,7 +170,7 @@ class AdapterStore:
 
     @property
     def counts(self) -> AdapterCounts:
-        """Present numbers of held and kept adapters, and counts since start."""
+        """Current numbers of held and kept adapters, and counts since start."""
         with self._lock:
             kept = sum(self._adapters[key].bytes for key in self._kept)
             return AdapterCounts(
@@ -262,7 +264,7 @@ class AdapterStore:
         if packed is None and not adapter.holders:
             self._forget(adapter)
             return
-        if packed is None and not fault:  # its last hold ended just before a new one began
+        if packed is None and not fault:  # its last reference was dropped just before a new one was added
             self._queue.append(adapter)
             return
         adapter.packed, adapter.fault = packed, fault

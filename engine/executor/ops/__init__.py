@@ -1,4 +1,5 @@
-"""Typed Python interface to the kernels of csrc.  Only this package uses torch.ops.  kernels_build.py compiles them.
+"""Typed Python interface to the kernels of csrc.  Only this package uses torch.ops. kernels_build.py compiles the
+kernels.
 
 `load()` must return before any operator is called.  `python -m quire.engine.executor.ops` compiles the kernels now
 rather than at first use; with `--ahead DIRECTORY` it compiles for other machines, for example into an image.
@@ -27,7 +28,7 @@ from quire.engine.executor.ops.sampling import *
 
 
 def load(directory: Path | None = None, *, library: Path | None = None) -> None:
-    """Make the operators callable in this process.  Compile them first unless `directory` has a build that fits.
+    """Make the operators callable in this process.  Compile them first unless `directory` has a matching build.
 
     library: a library compiled ahead; it is loaded without checks.
 

@@ -33,10 +33,10 @@ def lora(x: torch.Tensor, adapters: AdapterRows, site: int, y: torch.Tensor) -> 
 
 # Sizes on a GPU, as in csrc/cuda/lora/lora.h: rows per tile; ranks, inputs and features per packed block.
 LORA_TILE, LORA_RANKS, LORA_INPUTS, LORA_FEATURES = 32, 16, 32, 32
-LORA_BRANCH_ROWS = 128  # maximum rows for which A x runs on a branch of a CUDA graph: with more, the GEMM is slower
-LORA_ALIGNED = 8  # divides a site's inputs, and the outputs of its layers
-_LORA_CTA_INPUTS, _LORA_SPLITS = 32, 8  # blocks of inputs per CTA and round; partial sums worth it for many rows
-_LORA_CTAS = 264  # CTAs that keep a GPU busy: 2 on each of 132 multiprocessors
+LORA_BRANCH_ROWS = 128  # maximum rows for which A x runs on a parallel branch of a CUDA graph, which slows larger GEMMs
+LORA_ALIGNED = 8  # a site's inputs, and the outputs of its layers, must be multiples of this
+_LORA_CTA_INPUTS, _LORA_SPLITS = 32, 8  # blocks of inputs per CTA and round; maximum partial sums for many rows
+_LORA_CTAS = 264  # CTAs that fill a GPU: 2 on each of 132 multiprocessors
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def lora_on_gpu(
 
 
 def has_lora_branch(rows: int, device: torch.device) -> bool:
-    """Return whether `lora_on_branch` supports this number of rows now, and is the fastest."""
+    """Return whether `lora_on_branch` supports this number of rows now, and is the fastest way."""
     if rows > LORA_BRANCH_ROWS or device.type != "cuda":
         return False
     return torch.cuda.is_current_stream_capturing() and _has_clusters(device)

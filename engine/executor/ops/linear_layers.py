@@ -26,8 +26,8 @@ class Fp8:
         return len(self.numbers)
 
 
-# Divisors of `in` and `out`, with a scale per row, and with a scale per block.  Releases of torch lay out block scales
-# differently, except if each row has a multiple of four scales.
+# `in` and `out` must be multiples of these, with a scale per row or per block.  Versions of torch differ in the layout
+# of block scales, except if each row has a multiple of four scales.
 FP8_INNER, FP8_OUT = 128, 16
 FP8_BLOCKS_INNER, FP8_BLOCKS_OUT = 512, 128
 
@@ -92,7 +92,7 @@ def linear(
 
     float32_out: allocate a float32 `out`; on a GPU, without silu_mul and plus.
 
-    With an Fp8 weight all other tensors are bfloat16.  x is not rounded if a CTA can hold all of it: one token of up to
+    With an Fp8 weight all other tensors are bfloat16.  x keeps bfloat16 if a CTA can hold all of it: one token of up to
     16,384 elements, two of 8,192, four of 4,096.  Otherwise it is quantised to e4m3, with one scale per token, or per
     128 elements of a token if the weight has block scales.
 
@@ -118,6 +118,7 @@ def linear(
 def linear_sharing_x(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plus: torch.Tensor | None
 ) -> tuple[torch.Tensor, bool]:
-    """Return `linear` without norm and activation, on a GPU, and whether a following `lora_add` may read x early."""
+    """Return `linear` without norm and activation, on a GPU, and whether a following `lora_add` may read x before the
+    GEMM ends."""
     out = torch.empty(x.shape[0], len(weight), dtype=x.dtype, device=x.device) if plus is None else plus
     return out, torch.ops.quire.linear_sharing_x.default(x, weight, bias, plus is not None, out)

@@ -11,7 +11,7 @@ from quire.engine.executor.ops.packed_experts import PackedRows
 MAX_EXPERTS, MAX_CHOSEN = 512, 32  # experts per layer, and chosen per token
 MAX_PAIRS = 512  # (token, expert) pairs per call of `experts`, unless `takes_all_pairs`
 MAX_TOKENS = 16_384  # tokens per call of the operator, which bounds its memory; more are split
-_HOPPER, _WHOLE_SLABS = 9, 64  # compute capability; divisor of hidden and inner size
+_HOPPER, _WHOLE_SLABS = 9, 64  # compute capability; hidden and inner size must be multiples
 
 
 def takes_all_pairs(hidden: int, inner: int, device: torch.device) -> bool:
@@ -69,8 +69,8 @@ def experts(
     down_bias        [E, hidden]
     clamped          the activation; None: silu(gate) * up
 
-    Reads each chosen expert once.  The number of pairs selects the kernel; apart from that a token's result does not
-    depend on other tokens."""
+    Reads each chosen expert once.  The number of pairs selects the kernel; otherwise a token's result does not depend
+    on other tokens."""
     name, alpha, limit = ("silu", 0.0, 0.0) if clamped is None else ("clamped", clamped.alpha, clamped.limit)
     for first in range(0, len(x), MAX_TOKENS):
         part = slice(first, first + MAX_TOKENS)

@@ -14,7 +14,7 @@ from quire.engine.executor.ops.layers import rms_norm
 from quire.engine.executor.ops.layers import silu_mul as _silu_mul
 
 AMX_ROWS = 16  # rows of a matrix tile
-PRODUCT_ROWS = {16: 12, 8: 5}  # kRows of csrc/cpu/product.cpp by the lanes of a vector; else 4
+PRODUCT_ROWS = {16: 12, 8: 5}  # vector lanes -> kRows of csrc/cpu/product.cpp; 4 for other lanes
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def tiles_multiply() -> bool:
 
 @functools.cache
 def tiles_keep_order() -> bool:
-    """Whether a row's bits on matrix tiles are equal in any batch: oneDNN promises nothing, so this tests it."""
-    rows, inner = 130, 1100  # more than one call of the GEMM takes, in both sizes
+    """Whether a row's bits on matrix tiles are equal in any batch: oneDNN does not document this, so it is tested."""
+    rows, inner = 130, 1100  # both sizes exceed what oneDNN computes in one block
     x = torch.randn(rows, inner, generator=torch.Generator().manual_seed(0)).bfloat16()
     packed = Packed(_in_strips(x), rows, ordered=False, float32_out=True, widen=True)
     together = packed_linear(x, packed, None)
@@ -73,9 +73,9 @@ def tiles_keep_order() -> bool:
 
 
 def tile_tokens(packed: Packed) -> int:
-    """Return how many rows `packed_linear` multiplies together: it takes little longer for a full tile than for a row.
+    """Return the row tile of `packed_linear`: a full tile takes little longer than a single row.
 
-    1: no tile, or unknown.  Quantised weights have tiles of four to six rows at most, which matter as little."""
+    1: no tile, or unknown.  Tiles of quantised weights are ignored: they have at most six rows."""
     if packed.scale is not None or not packed.ours:
         return 1
     if packed.widen:
@@ -224,7 +224,7 @@ def _onednn_bfloat16() -> bool:
 def _ordered_is_fast(dtype: torch.dtype) -> bool:
     """Whether our GEMMs are at least as fast as oneDNN's, as measured in docs/notes/kernels/product.md.
 
-    They are slower if oneDNN uses an instruction or matrix tiles (AMX) that this build lacks.
+    They are slower if oneDNN uses instructions (such as AMX) that this build lacks.
     """
     columns, together = torch.ops.quire.product_layout.default(torch.empty(0, dtype=dtype))
     if dtype == torch.bfloat16:

@@ -16,7 +16,7 @@ class Inboxes:
 
     own: torch.Tensor  # [bytes] uint8, this rank's inbox, initially zeros
     addresses: list[int]  # address of each rank's inbox, as mapped by this process
-    calls: torch.Tensor  # [SUM_CTAS] int32, initially zeros
+    calls: torch.Tensor  # [SUM_CTAS] int32, number of calls per CTA, initially zeros
     rank: int
     words_share: int  # bytes of part per CTA and call in the words protocol (call number in every 8 bytes)
     blocks_share: int  # bytes of part per CTA and call in the blocks protocol

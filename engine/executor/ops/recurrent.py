@@ -23,7 +23,7 @@ def causal_conv(
     states      [slots, taps - 1, channels], dtype of x: the last inputs before the step, updated in place
     rows        [S] int32, the slot of each sequence; distinct
     q_start     [S + 1] int32, sequence s owns tokens q_start[s] .. q_start[s + 1] - 1
-    keeps       [n, 2] int32 (end, place), by ascending end: copy the state before token `end` to states[place]
+    keeps       [n, 2] int32 (end, state slot), by ascending end: copy the state before token `end` to this slot
     silu        apply silu to the result
     lens        [S] int32; a sequence of length 0 is padding: its outputs are 0, and it has no state
 

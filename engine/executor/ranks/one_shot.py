@@ -19,11 +19,11 @@ from quire.engine.executor import ops
 from quire.engine.executor.errors import one_line
 
 c10d: Any = _distributed_c10d
-# Limits of the bytes that a rank sends, to all others together.  Up to the first limit the call number is sent in every
-# 8 bytes (words), which doubles the bytes; above the second limit NCCL does the all-reduce.
+# Limits of the bytes that a rank sends to all others together.  Up to the first limit every 8 bytes contain the call
+# number (words protocol), which doubles the bytes; above the second limit NCCL does the all-reduce.
 MAX_WORDS_BYTES, MAX_BYTES = 256 << 10, 16 << 20
 WORDS_SHARE, BLOCKS_SHARE = 16 << 10, 64 << 10  # maximum bytes sent per CTA; an inbox takes 96 MiB with two ranks
-# Maximum difference from NCCL's result, as a share of the largest value: both round bfloat16 once or twice.
+# Maximum difference from NCCL's result, relative to the largest value: both round bfloat16 once or twice.
 MAX_DRIFT = 0.02
 
 
@@ -55,7 +55,7 @@ class OneShot:
         bytes_ = ops.Inboxes.bytes_of(size, WORDS_SHARE, blocks_share)
         inbox = c10d._SymmetricMemory.empty_strided_p2p([bytes_], [1], torch.uint8, device, name)
         inbox.zero_()
-        torch.cuda.synchronize()  # before the other ranks, which wait in the next line, may write it
+        torch.cuda.synchronize()  # before the other ranks, which wait in the next line, may write to it
         self.memory = c10d._SymmetricMemory.rendezvous(inbox, name)
         # Addresses of the memory that torch allocated for each rank; the inbox has the same offset in all of them.
         taken = [int(address) for address in self.memory.buffer_ptrs]
@@ -89,7 +89,7 @@ class OneShot:
         return y, normed
 
     def wrong(self, reduce: Callable[[Tensor], Tensor]) -> str:
-        """Return which results differ from those of `reduce`; empty: none.
+        """Return the numbers of rows for which the results differ from those of `reduce`; empty: none.
 
         All ranks must call this; each makes all of its calls, whatever the results."""
         found = []
@@ -99,7 +99,7 @@ class OneShot:
                     found.append(str(rows))
         except (RuntimeError, AttributeError, ValueError) as error:  # for example a library without this kernel
             return one_line(error)
-        return f"its sums of {', '.join(found)} rows are wrong" if found else ""
+        return f"its all-reduces of {', '.join(found)} rows are wrong" if found else ""
 
     def _right(self, rows: int, reduce: Callable[[Tensor], Tensor]) -> bool:
         part = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)

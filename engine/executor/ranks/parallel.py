@@ -67,8 +67,8 @@ class ParallelExecutor:
     def __init__(self, config: EngineConfig, waiting: Sequence[Rank] = ()) -> None:
         """Start the other ranks' processes, load every shard of the model, agree on the KV cache.
 
-        waiting: processes of a spare (`WaitingRanks`), used in place of new ones if they still run.
-        Raises ModelLoadError with one line, whichever rank failed, and KernelBuildError without a compiler."""
+        waiting: processes of a spare (`WaitingRanks`), used instead of new ones if they still run.  Raises
+        ModelLoadError with one line, whichever rank failed, and KernelBuildError without a compiler."""
         check_devices(config)
         self._patience_s = config.lease_ms / 1000
         config = config_of_a_rank(config)
@@ -113,9 +113,9 @@ class ParallelExecutor:
             check_equal(rank.number, ready.facts, Facts.of(local))
         self._watch.expect_beats(self._patience_s)
         self.info, self.blocks, self.host_blocks = local.info, local.blocks, local.host_blocks
-        self.drafter: Drafter | None = None  # the ranks' plans have no drafts
+        self.drafter: Drafter | None = None  # drafts are not supported with several ranks
         self.max_seqs, self.step_tokens, self.depth = local.max_seqs, local.step_tokens, local.depth
-        # All ranks move their parts of a block at once.
+        # All ranks copy their shards of a block concurrently.
         self.swap_bytes_per_s = size * min([local.swap_bytes_per_s, *(ready.swap_bytes_per_s for ready in readies)])
         self.start_parts, self.memory_parts = local.start_parts, local.memory_parts
         log.info("%d ranks hold the model and %d KV blocks", size, self.blocks)
@@ -176,7 +176,7 @@ class ParallelExecutor:
             return msgspec.structs.replace(result, swapped_bytes=size * result.swapped_bytes)
 
     def _agree_on(self, error: StepError) -> None:
-        """Return when every rank has failed at this step, and all can still take part in a collective."""
+        """Return if every rank has failed at this step and all can still take part in a collective."""
         assert self._ranks is not None
         for rank in self._others:
             if not self._reply(rank).error:
@@ -260,9 +260,9 @@ class ParallelExecutor:
 
 
 class WaitingRanks:
-    """The other ranks of a spare.  They start and prepare before the takeover, as rank 0 does.
+    """The other ranks of a spare engine.  They start and prepare before its activation, as rank 0 does.
 
-    They end with this process, so nothing has to be done for a spare that is not needed."""
+    They end with this process."""
 
     def __init__(self) -> None:
         self._ranks: list[Rank] = []
@@ -278,7 +278,7 @@ class WaitingRanks:
         yield from preload.prepare(own)
 
     def load(self, config: EngineConfig) -> ParallelExecutor:
-        """Take over: the waiting processes become the ranks.  Raises as ParallelExecutor does."""
+        """Activate the spare: the waiting processes become the ranks.  Raises as ParallelExecutor does."""
         nice = os.getpriority(os.PRIO_PROCESS, 0)
         for rank in self._ranks:
             set_priority(rank.process.pid, nice)  # a waiting spare has a lower priority
@@ -310,7 +310,7 @@ def check_devices(config: EngineConfig) -> None:
         raise ModelLoadError(f"{OPTION} {size}: {free >> 20} MiB are free in {SHARED}, {need}")
     if (there := torch.cuda.device_count()) < size:
         raise ModelLoadError(
-            f"{OPTION} {config.tensor_parallel}: this process sees {there} GPU(s); one a rank is needed"
+            f"{OPTION} {config.tensor_parallel}: this process sees {there} GPU(s); one per rank is needed"
         )
 
 

@@ -31,7 +31,7 @@ class Hold(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Release(msgspec.Struct, frozen=True, array_like=True):
-    """Message: a request's hold ends."""
+    """Message: a request drops its reference."""
 
     request_id: str
     forgotten: int  # key of a grammar without holders from now on; -1: none
@@ -51,7 +51,7 @@ class GrammarsOfRanks:
         self._next_key = 0
 
     def hold(self, request_id: str, text: str, tenant: str = "", weight: float = 1.0) -> bool:
-        """Let a request hold a grammar on every rank.  Returns whether all ranks have compiled it already."""
+        """Add a request's reference to a grammar on every rank.  Returns whether all ranks have compiled it already."""
         if request_id in self._holders:
             return self._keys[text] not in self._missing
         done = self._own.hold(request_id, text, tenant, weight)
@@ -69,7 +69,7 @@ class GrammarsOfRanks:
         return key not in self._missing
 
     def release(self, request_id: str) -> None:
-        """End a request's hold on every rank; harmless without one."""
+        """Drop a request's reference on every rank; harmless without one."""
         if (text := self._holders.pop(request_id, None)) is None:
             return
         self._own.release(request_id)

@@ -36,11 +36,11 @@ log = logging.getLogger(__name__)
 PREPARE, BEGIN, SUBMIT, COLLECT, CLOSE = b"P", b"T", b"S", b"C", b"X"
 HERE = b"here"  # a rank's first message, before the rendezvous
 WELL, FAILING = b".", b"!"  # heartbeats; `FAILING` until a step that failed here is collected
-START_TIMEOUT_S = 1800.0  # seconds that a rank waits for another rank that reads a larger shard
+START_TIMEOUT_S = 1800.0  # maximum seconds that a rank waits for another rank to load its shard
 
 
 class Task(msgspec.Struct, frozen=True, array_like=True):
-    """First message to a rank: its task.  A rank of a spare gets it twice: to prepare, and to begin."""
+    """First message to a rank: its task.  A rank of a spare engine gets it twice: to prepare, and at the activation."""
 
     rank: int
     meeting: str  # path of the rendezvous file
@@ -86,10 +86,10 @@ def digest(result: StepResult) -> int:
 
 
 def join(config: EngineConfig, rank: int, meeting: Path) -> Ranks:
-    """Meet the other ranks of an engine; there are `config.tensor_parallel` in all.
+    """Join the rendezvous of an engine's `config.tensor_parallel` ranks.
 
-    Loads the kernels first, because ranks with GPUs test one as they meet.  Raises KernelBuildError without a
-    compiler."""
+    Loads the kernels first, because ranks with GPUs test a kernel during the rendezvous.  Raises KernelBuildError
+    without a compiler."""
     ops.load(library=Path(config.kernels) if config.kernels else None)
     wait_s = max(START_TIMEOUT_S, 2 * config.step_timeout_s)
     return Ranks.join(rank, config.tensor_parallel, meeting, device_kind(config), wait_s)
@@ -159,7 +159,8 @@ def serve(commands: Connection, life: Life) -> int:
 
 
 def _prepare(task: Task, commands: Connection) -> None:
-    """Prepare for a takeover, part by part until it starts.  A part that fails is left to the takeover."""
+    """Prepare for the activation of a spare engine, part by part until it starts.  A part that fails is left to the
+    activation."""
     try:
         if device_kind(task.config) == "cuda" and task.config.spare_on_gpu:
             torch.cuda.set_device(task.rank)
@@ -169,7 +170,7 @@ def _prepare(task: Task, commands: Connection) -> None:
         log.info("rank %d of a spare is prepared", task.rank)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        log.warning("rank %d of a spare: preparation failed, a takeover will take longer: %s", task.rank, reason)
+        log.warning("rank %d of a spare: preparation failed, its activation will take longer: %s", task.rank, reason)
 
 
 def _obey(commands: Connection, life: Life, executor: LocalExecutor, ranks: Ranks) -> None:

@@ -28,10 +28,10 @@ from quire.engine.executor.ranks.ranks import Ranks
 log = logging.getLogger(__name__)
 
 BEATS = 5  # heartbeats per lease: a rank that misses more is lost
-# A rank sends heartbeats from a thread after its first message, so only a call that holds the interpreter lock silences
-# it. While the model loads some calls do: the first use of a GPU, mapping a library, the rendezvous of ranks that share
-# GPU memory.  Most release the lock: reading weights, collectives, graphs, a compiler.  Before its first message a rank
-# imports torch: it reads gigabytes of libraries, perhaps from a slow disk, and sends nothing.
+# A rank sends heartbeats from a thread after its first message, so only a call that holds the interpreter lock stops
+# them.  While the model loads, some calls hold it: the first use of a GPU, mapping a library, the rendezvous of ranks
+# that share GPU memory.  Before its first message a rank imports torch: it reads gigabytes of libraries, perhaps from a
+# slow disk, and sends nothing.
 START_SILENCE_S = 300.0  # seconds of silence until the first message
 END_S = 2.0  # seconds for a call on a lost rank to return, before the process ends without it
 GRACE_S = 2.0  # additional seconds, if not even the thread that would end the process runs
@@ -45,7 +45,7 @@ class Rank:
     process: subprocess.Popen[bytes]
     commands: Connection
     life: socket.socket
-    silent: int = 0  # heartbeats missed, or sent while a step of the rank's own was failing
+    silent: int = 0  # heartbeats missed, or sent while a step was failing on this rank
     _ready: Ready | None = None  # its message at the end of the start
     _reading: threading.Lock = field(default_factory=threading.Lock)  # held while a thread reads a message of the start
 
@@ -107,7 +107,7 @@ class Rank:
 
 @dataclass
 class Watch:
-    """A thread that detects the loss of a rank, and frees rank 0's thread if that waits for the lost rank."""
+    """A thread that detects the loss of a rank, and unblocks rank 0's thread if it waits for the lost rank."""
 
     others: Sequence[Rank]
     beat_s: float
@@ -137,7 +137,7 @@ class Watch:
 
     @contextlib.contextmanager
     def using(self) -> Iterator[None]:
-        """Wrap a call that needs all ranks.  Raises ExecutorLost in place of errors that the loss of a rank causes."""
+        """Wrap a call that needs all ranks.  Raises ExecutorLost instead of errors that the loss of a rank causes."""
         self._unused.clear()  # before `lost` is read: `_lose` sets that first and then waits for this call
         try:
             if self.lost:
@@ -193,7 +193,8 @@ class Watch:
                         rank.silent = 0
                 if time.monotonic() < tick:
                     continue
-                # Ticks are counted, not seconds: this process may have been stopped together with the ranks.
+                # Counts ticks, not seconds, because this process may have been stopped (SIGSTOP) together with the
+                # ranks.
                 tick = time.monotonic() + self.beat_s
                 if reason := self._count_silence():
                     return self._lose(reason)
@@ -219,13 +220,13 @@ class Watch:
         return b""
 
     def _lose(self, reason: str) -> None:
-        """Note the loss, and free the thread that may wait for the lost rank in a socket or in a collective."""
+        """Record the loss, and unblock the thread that may wait for the lost rank in a socket or in a collective."""
         if self._stopped.is_set() or self.lost:  # the thread has ended, or another rank was lost before
             return
         self.lost = reason  # first: a call that begins after this line ends at once
         self.kill()
         if not self.loading:
-            log.error("%s: exchanges with it are aborted", reason)
+            log.error("%s: collectives with it are aborted", reason)
         with ends_process(END_S + GRACE_S):
             if self.ranks is not None:
                 # NCCL's abort waits for a kernel that may wait for the lost rank, so it runs on a separate thread.  It
@@ -233,6 +234,6 @@ class Watch:
                 threading.Thread(target=self.ranks.abort, name="abort", daemon=True).start()
             if not self._unused.wait(END_S):
                 waits = "rank 0 waits for it" if self.loading else "this step never returns"
-                log.critical("%s, and %s: the engine ends, its requests move on", reason, waits)
+                log.critical("%s, and %s: the engine ends, other engines resume its requests", reason, waits)
                 logging.shutdown()
                 os._exit(1)

@@ -5,8 +5,8 @@
                     add_and_norm     all_reduce, added to the residual, and the norm after it
                     gather_columns   the ranks' columns side by side: logits
                     all_max_on_device    maximum of each value: the argmax of vocab-parallel logits
-    on the host     least, barrier   decisions that every rank must take alike
-                    greatest         maximum of each value: scales of rows of which each rank has some columns
+    on the host     all_min, barrier decisions that every rank must take alike
+                    all_max          maximum of each value: scales of rows whose columns are sharded
 
 torch.distributed implements both: NCCL between GPUs, gloo between CPUs and for decisions of the host.  All-reduces
 between GPUs up to a few MiB go through `one_shot.py` if it works.  No other module names a collective.
@@ -31,7 +31,7 @@ from quire.engine.executor.errors import one_line
 from quire.engine.executor.ranks.one_shot import OneShot
 
 log = logging.getLogger(__name__)
-c10d: Any = _distributed_c10d  # its type stubs lack names that it has
+c10d: Any = _distributed_c10d  # its type stubs are incomplete
 
 Result = TypeVar("Result")
 
@@ -49,7 +49,7 @@ class Ranks:
 
     @classmethod
     def join(cls, rank: int, size: int, meeting: Path, kind: str, timeout_s: float) -> Self:
-        """Meet the other ranks (rendezvous).  Blocks until all have joined.
+        """Join the rendezvous of all ranks.  Blocks until all have joined.
 
         meeting    path of a file that does not exist yet, equal on all ranks
         kind       device of the model, "cpu" or "cuda"; rank i uses the i-th visible GPU
@@ -86,8 +86,8 @@ class Ranks:
                 self.one_shot = one_shot
                 return
         log.warning(
-            "all-reduces go through NCCL, which is slower up to a few MiB: %s",
-            reason or "another rank cannot use the faster kernel",
+            "falling back to NCCL all-reduce, which is slower up to a few MiB: %s",
+            reason or "another rank cannot use the one-shot kernel",
         )
 
     @staticmethod
@@ -134,7 +134,7 @@ class Ranks:
         return self.one_shot.add(x, part, norm, eps)
 
     def _sum_in_order(self, part: Tensor) -> Tensor:
-        """Return the sum of the ranks' parts, added in rank order, so that a row's bits do not depend on its place.
+        """Return the sum of the ranks' parts, added in rank order, so that a row's bits do not depend on its position.
 
         gloo's own all-reduce adds each share of a tensor in another order, so a row's bits would depend on the
         batch."""

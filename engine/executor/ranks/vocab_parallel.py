@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.engine.executor import ops
 from quire.engine.executor.ranks.ranks import Ranks
 
-LEAST = torch.iinfo(torch.int64).min  # key below all others: a rank without columns
+LEAST = torch.iinfo(torch.int64).min  # minimum key, of a rank without columns
 
 
 class VocabParallelLogits:

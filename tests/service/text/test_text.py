@@ -348,7 +348,10 @@ async def test_a_prompt_of_words_is_echoed_with_its_offsets(words: Tokenizer) ->
     ("files", "reason"),
     [
         ({"tekken.json": "{}"}, "its tokenizer is Mistral's tekken.json, which Quire does not read; serve a copy that"),
-        ({"qwen.tiktoken": "IQ== 0"}, "its tokenizer is the tiktoken file qwen.tiktoken, which does not say how texts"),
+        (
+            {"qwen.tiktoken": "IQ== 0"},
+            "its tokenizer is the tiktoken file qwen.tiktoken, which lacks the pre-tokenizer",
+        ),
         (
             {"spiece.model": "x"},
             "its tokenizer is spiece.model, which servers do not read: run `quire convert-tokenizer ",

@@ -132,8 +132,8 @@ def test_another_class_is_said_once_in_the_log_and_keeps_named_tokens(
     with caplog.at_level(logging.WARNING):
         made = load_tokenizer(str(folder))
     assert [line for line in caplog.messages if "tokenizer.json" in line] == [
-        f"{folder}: transformers' GPT2Tokenizer rebuilds the tokenizer otherwise than tokenizer.json has it: "
-        "the file's is used"
+        f"{folder}: transformers' GPT2Tokenizer builds another tokenizer than tokenizer.json describes: "
+        "using the file's"
     ]
     assert (made.bos_token, made.eos_token) == ("<s>", "</s>")
 

@@ -189,9 +189,9 @@ def test_numbers_that_no_token_has_below_one_that_the_configuration_adds(tmp_pat
         ({"-1": {"content": "a"}}, "names a token '-1'; its name must be a number"),
         ({"700": {}}, "has a token 700 without content"),
         ({"700": "<tool>"}, "has a token 700 without content"),
-        ({"524288": {"content": "a"}}, r"names the token 524288; numbers of tokens must be below 524,288"),
-        ({str(10**12): {"content": "a"}}, r"names the token 1000000000000; numbers of tokens must be below 524,288"),
-        ({"9" * 5000: {"content": "a"}}, r"names the token 9{20}\.\.\.; numbers of tokens must be below 524,288"),
+        ({"524288": {"content": "a"}}, r"names the token 524288; token ids must be below 524,288"),
+        ({str(10**12): {"content": "a"}}, r"names the token 1000000000000; token ids must be below 524,288"),
+        ({"9" * 5000: {"content": "a"}}, r"names the token 9{20}\.\.\.; token ids must be below 524,288"),
     ],
 )
 def test_declared_tokens_that_are_none(tmp_path: Path, declared: object, reason: str) -> None:
@@ -211,7 +211,7 @@ UNIGRAM = LLAMA | {"model_type": "unigram", "vocab_size": 600, "hard_vocab_limit
         (AS_LLAMA, UNIGRAM, "it is no BPE model"),
         (AS_LLAMA, LLAMA | {"byte_fallback": False, "vocab_size": 400}, "it has no tokens for bytes"),
         (AS_LLAMA, LLAMA | {"normalization_rule_name": "nmt_nfkc"}, r"it changes texts first \(nmt_nfkc\)"),
-        (AS_LLAMA, LLAMA | {"remove_extra_whitespaces": True}, "it removes blanks"),
+        (AS_LLAMA, LLAMA | {"remove_extra_whitespaces": True}, "it removes spaces"),
         (AS_LLAMA | {"tokenizer_class": "T5Tokenizer"}, LLAMA, "names tokenizer_class T5Tokenizer; only Llama"),
         ({}, LLAMA, "does not say add_bos_token"),
         (AS_LLAMA | {"bos_token": "<bos>"}, LLAMA, "names the token '<bos>', which is not in the file"),
@@ -282,7 +282,7 @@ def test_special_tokens_of_a_tiktoken_file_are_those_of_the_configuration(tiktok
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"family": "qwen2"}, "known of Llama 3, not of qwen2"),
+        ({"family": "qwen2"}, "known for Llama 3, not for qwen2"),
         ({"added_tokens_decoder": {}}, "has no added_tokens_decoder: special tokens are not in the file"),
         ({"content": b"IQ== 0\nIg== 2\n"}, "its ranks are not 0, 1, 2"),
         ({"content": b"IQ== 0\nbroken\n"}, "a line that is not a token in base64 and its rank"),
