@@ -26,14 +26,14 @@ constexpr int kFp8Values = kRows * kColumns, kFp8Bytes = kFp8Values + kRows * 4;
 
 constexpr int tile_bytes(Format format) { return format == Format::mxfp4 ? kMxfp4Bytes : kFp8Bytes; }
 
-// mxfp4: a value of bits s e1 e0 m becomes the bfloat16 (s e1 e0 m at bits 15, 8, 7, 6) * 2^126.  Of pair p these bits are
-// at other places of each half of a word, so that one or two shifts and masks move them there.
+// mxfp4: a value of bits s e1 e0 m becomes the bfloat16 (s e1 e0 m at bits 15, 8, 7, 6) * 2^126.  The positions of
+// these bits in each half of a word depend on the pair p, so that one or two shifts and masks move them there.
 struct Field {
   int sign, e1, e0, m;  // bit within the half
 };
 constexpr Field kFields[4] = {{15, 8, 7, 6}, {12, 5, 4, 3}, {9, 2, 1, 0}, {14, 13, 11, 10}};
 
-// Place of an element in a tile.
+// Position of an element in a tile.
 struct Place {
   int lane, k, pair, e;
 };

@@ -203,13 +203,12 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   m.def(
       "product_int4(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor? bias, Tensor? plus, Tensor(a!) out) -> "
       "()");
-  // One linear layer with its surroundings: rms_norm of x (if there is a norm), then `product` without scale,
+  // One linear layer with fused neighbours: rms_norm of x (if there is a norm), then `product` without scale,
   // `product_int8` with a scale [strips * columns], else `product_int4`. silu_mul: then silu(gate) * up of the result's
-  // halves, without plus.
-  // widen: bfloat16 x and weights are multiplied on matrix tiles (AMX) if the inner size is even, with sums in another
-  // order than in `product`.  With many rows of bfloat16, quantised weights are dequantised to bfloat16 first: int8
-  // weights stay exact, and x is not rounded.  The bits of such a row then depend on the number of rows.  Requires
-  // AVX-512
+  // halves, without plus. widen: bfloat16 x and weights are multiplied on matrix tiles (AMX) if the inner size is even,
+  // with sums in another order than in `product`.  With many rows of bfloat16, quantised weights are dequantised to
+  // bfloat16 first: int8 weights stay exact, and x is not rounded.  The bits of such a row then depend on the number of
+  // rows.  Requires AVX-512
   m.def(
       "packed_linear(Tensor x, Tensor packed, Tensor? scale, Tensor? zero, Tensor? bias, Tensor? norm, float eps, "
       "bool silu_mul, bool widen, Tensor? plus, Tensor(a!) out) -> ()");
@@ -264,8 +263,8 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   m.def(
       "lora_expand(Tensor h, Tensor weights, Tensor table, Tensor order, Tensor tiles, Tensor slot_of_row, int site, "
       "int[] features, Tensor(a!) y, Tensor(b!)? out) -> ()");
-  // ranks: maximum of a site.  x_is_ready: what `linear_sharing_x` returned for the GEMM in front; else False.
-  // Returns False, and does nothing, for more rows or ranks than it takes, and before Hopper
+  // ranks: maximum of a site. x_is_ready: the result of `linear_sharing_x` for the preceding GEMM; else False.  Returns
+  // False, and does nothing, for more rows or ranks than it supports, and before Hopper
   m.def(
       "lora_add(Tensor x, Tensor weights, Tensor table, Tensor order, Tensor tiles, Tensor slot_of_row, int site, "
       "int ranks, int[] features, bool x_is_ready, Tensor(a!) y, Tensor(b!)? out) -> bool");
@@ -275,7 +274,8 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
       "lora_store_deltas(Tensor h, Tensor weights, Tensor table, Tensor order, Tensor tiles, int site, int[] features, "
       "Tensor(a!) deltas) -> ()");
   m.def("lora_add_deltas(Tensor deltas, Tensor slot_of_row, Tensor(a!) y, Tensor(b!)? out) -> ()");
-  // `linear` on a GPU, without norm and activation.  Returns whether `lora_add` behind it may read x before it has ended
+  // `linear` on a GPU, without norm and activation.  Returns whether a following `lora_add` may read x before it has
+  // ended
   m.def("linear_sharing_x(Tensor x, Tensor weight, Tensor? bias, bool add, Tensor(a!) out) -> bool");
 }
 
@@ -306,7 +306,7 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
 TORCH_LIBRARY_FRAGMENT(quire, m) {
   // The drafter (cpu/drafter.h), on the host for every device; the first argument is the handle from drafter_open.
   //   own, recent   maximum tokens per slot, and per owner of answers; owners: maximum number of owners
-  //   predicted     the answer that the client expects; prompt: how many of the tokens are not answer
+  //   predicted     the answer that the client expects; prompt: number of prompt tokens in `tokens`
   //   find          appends a token to each slot; least: minimum tokens of a match.  Returns, for each slot that has
   //                 changed since and has drafts: slot, matching tokens, source (0: own text, 1: recent answers,
   //                 2: predicted), number of drafts, and the drafts

@@ -26,7 +26,7 @@ namespace quire::sampling {
 
 // Outcome of a row: one byte.  Written by both devices, read by engine/executor/sampling.py.
 constexpr uint8_t kChosen = 0;          // a token was sampled
-constexpr uint8_t kNotFinite = 1;       // the raw logits hold NaN or +inf, or only -inf: the model is broken
+constexpr uint8_t kNotFinite = 1;       // the raw logits have NaN or +inf, or only -inf: the model is broken
 constexpr uint8_t kNothingAllowed = 2;  // some raw logit is finite, but penalties, bias and masks leave no finite logit
 
 // Marks per token of a row: a count of its occurrences in the output, and flags.
@@ -80,8 +80,8 @@ QUIRE_SHARED float adjusted(float x, uint32_t mark, float bias, const Settings& 
   return add(x, bias);
 }
 
-// Packs a value and its index into one integer key.  A larger value has a larger key; of equal values, the one with the
-// lower index has.  NaN has the largest key.  No value maps to 0.
+// Packs a value and its index into one integer key.  A larger value has a larger key; of equal values, the lower index
+// has the larger key.  NaN has the largest key.  No value maps to 0.
 QUIRE_SHARED uint64_t key_of(float x, int64_t place) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);

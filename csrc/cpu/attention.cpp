@@ -7,9 +7,8 @@
 //   keys    0 ........ 64 ....... 128 ....... 192 ....... 256 ....                       ...... position of the query
 //   tile    |-- 64 --|-- 64 --|-- 64 --|-- 64 --|               online softmax within a split (Milakov 2018)
 //   split   |--------------- 256 ---------------|--------------- 256 ----------------|--    merged left to right
-//
-// Tiles and splits start at fixed key positions.  A row is computed by the same sequence of operations, whatever other
-// rows its item has.  So a result is bit-identical in any batch, chunking or number of threads.
+// Tiles and splits start at fixed key positions.  A row is computed by the same sequence of operations, independent of
+// the other rows of its item.  So a result is bit-identical in any batch, chunking or number of threads.
 //
 // An item usually processes all its splits.  If there are too few items for the cores (one long sequence), each split
 // becomes an item.  A second pass then merges them with the same operations in the same order (Flash-Decoding 2023).
@@ -39,7 +38,7 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 constexpr int kInPlace = 4;
 constexpr float kLog2e = 1.4426950408889634f;
 
-// Cost (see `cost`) below which waking a second thread does not pay.
+// Cost (see `cost`) below which waking a second thread takes longer than it saves.
 constexpr int64_t kWorthSharing = 2000;
 
 struct Item {
@@ -49,7 +48,7 @@ struct Item {
   int64_t partial = -1;  // index of the first split's state; -1: the item writes its output itself
   int64_t cost() const {
     return static_cast<int64_t>(last - first) * (rows + 3);
-  }  // 3: loading a key and its value costs as much as 3 rows
+  }  // 3: loading a key and its value takes as long as 3 rows
 };
 
 // Softmax state of some rows over some keys: weights are 2^(score - max), acc is the weighted sum of values.
@@ -68,7 +67,7 @@ struct State {
 template <class Kv>
 struct Scratch {
   // Addresses of the rows of this tile's keys, of its values, and of the next tile's keys.  Unneeded keys have the
-  // address of a needed one.
+  // address of a needed key.
   const Kv *keys[kTile], *values[kTile], *next[kTile];
   alignas(64) float query[kRows * kMaxHeadSize];  // [rows, padded head size], padding zero
   // Keys, then values, in chunks of kLanes elements: [chunks, keys + 1, kLanes], padding zero.  Chunks are outermost so

@@ -8,7 +8,7 @@
 
 namespace quire::cpu {
 
-// Bytes below which waking a second thread does not pay.
+// Bytes below which waking a second thread takes longer than it saves.
 constexpr int64_t kWorthSharing = 64 << 10;
 
 namespace {

@@ -6,12 +6,12 @@ namespace quire::cpu {
 namespace {
 
 constexpr int kFirstBits = 8;
-constexpr int64_t kAhead = 8;  // slots that `find` fetches ahead of the one it looks at
+constexpr int64_t kAhead = 8;  // prefetch distance of `find`, in slots
 
-// Drafts found in one text that continue another text, or the same text.
+// Draft tokens found in one text that continue another text, or the same text.
 struct Continuation {
   int match = 0;
-  float score = 0;  // sum over the drafts of the share of places that agree
+  float score = 0;  // sum over the draft tokens of the fraction of places that agree
   int count = 0;
   int32_t tokens[kDepth];
 };
@@ -23,7 +23,7 @@ int32_t token_at(const Text& text, const Continuation& draft, int64_t at, bool i
   return itself && beyond < draft.count ? draft.tokens[beyond] : kEnd;
 }
 
-// Extends a draft token by token: takes the token that follows most of the `places`, and keeps the places that agree.
+// Extends a draft token by token: appends the token that follows most of the `places`, and keeps only those places.
 void follow(const Text& text, int32_t* places, int count, bool itself, Continuation& draft) {
   const int all = count;
   while (draft.count < std::min(draft.match, kDepth)) {

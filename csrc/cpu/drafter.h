@@ -1,16 +1,14 @@
 // Drafts without a draft model (n-gram lookup): the tokens that followed earlier occurrences of a text's last tokens.
-//
-// A text is indexed by pairs of tokens, in chains as in LZ77: a hash table has the last place of each pair, and
-// `previous` the pair's place before each place.  So a token costs one insertion, and the places give the counts that a
-// trie of depth kDepth would have:
+// A *place* is a token's index in its text.  A text is indexed by pairs of tokens, in chains as in LZ77: a hash table
+// has the last place of each pair, and `previous` has the pair's place before each place.  So a token takes one
+// insertion, and the places give the counts that a trie of depth kDepth would have:
 //
 //   text     .. a b c d .. x b c e .. b c d .. a b c |      the last tokens are [a b c]
 //   places   of the pair (b, c), the newest kPlaces; those with the longest match stay: [a b c] once
-//   drafts   the token that follows most of these places, repeated while the share of places that agree is at least
+//   drafts   the token that follows most of these places, repeated while the fraction of places that agree is at least
 //            kMinShare; at most as many drafts as tokens match
-//
-// A slot has three texts to look in: its own prompt and answer, the recent answers of its owner, and what its client
-// predicted.  The text with the maximum sum of shares gives the drafts.
+// For a slot three texts are searched: its own prompt and answer, the recent answers of its owner, and the client's
+// prediction.  The text with the maximum sum of these fractions gives the drafts.
 //
 // Most look-ups of a step find nothing, and read memory that the model's weights have evicted from the caches since the
 // last step.  So a chain holds one pair only (a miss reads one entry of the table), and `find` prefetches the entries
@@ -30,7 +28,7 @@
 namespace quire::cpu {
 
 constexpr int kDepth = 24;         // maximum tokens of a match, and so of a draft
-constexpr int kPlaces = 32;        // newest places of a pair that are read
+constexpr int kPlaces = 32;        // maximum places of a pair that are read, the newest
 constexpr int kNewest = 8;         // capacity of Text::newest_
 constexpr float kMinShare = 0.1f;  // estimated probability of a draft below which it ends
 constexpr int32_t kEnd = -1;       // separates the answers of an owner; not a token
@@ -40,7 +38,7 @@ uint64_t pair_hash(int32_t first, int32_t second);
 // A text of bounded length: it drops its oldest tokens.
 class Text {
  public:
-  // most: maximum tokens to keep.  A quarter of them is dropped at once.
+  // most: maximum tokens to keep.  When the text is full, its oldest quarter is dropped.
   explicit Text(int64_t most) : most_(most) {}
 
   void append(int32_t token, uint64_t pair);  // pair: pair_hash(last(), token)
@@ -50,7 +48,7 @@ class Text {
   int32_t last_place(uint64_t pair) const;  // place of the second token of a pair with this hash; -1: none
   int32_t previous(int32_t place) const { return at_place(place).previous; }
   int32_t last() const { return last_; }  // last token; kEnd: the text is empty
-  void prefetch(uint64_t pair) const;     // reads ahead for append and last_place
+  void prefetch(uint64_t pair) const;     // prefetches for append and last_place
 
  private:
   struct Entry {
@@ -74,7 +72,7 @@ class Text {
   int shift_ = 64;  // 64 - log2 of the entries
   int32_t last_ = kEnd;
   std::vector<Place> places_;
-  Place newest_[kNewest];       // places after `places_`: most appends touch only the Text itself and its table
+  Place newest_[kNewest];       // places after `places_`: most appends access only the Text itself and its table
   int fresh_ = 0;               // number of places in newest_
   std::vector<Entry> entries_;  // open addressing, at most three quarters are used
 };

@@ -1,4 +1,5 @@
-// A mixture of experts in plain loops, the reference for the GPU kernels.  On a CPU, transformers' experts are served.
+// A mixture of experts in plain loops, the reference for the GPU kernels.  A CPU serves models with transformers'
+// experts.
 //
 // T: float, bf16 or fp16.  Sums are float; values are rounded to T at the same points as in the GPU kernels.
 #pragma once

@@ -3,9 +3,8 @@
 // One 64-bit word holds the region under way, so that a thread enters it, or finds it closed, in one atomic operation:
 //
 //   | generation: 32 bits | wanted: 15 bits | inside: 15 bits | open |       wanted: threads that may still enter
-//
 // The caller publishes a region by writing the word, and closes it by clearing `open` once no ticket is left.  It then
-// waits for `inside` to become 0.  A thread that enters late finds the region closed and touches nothing of it.
+// waits for `inside` to become 0.  A thread that comes late finds the region closed and does not access it.
 
 #include "cpu/pool.h"
 
@@ -99,7 +98,7 @@ class Pool {
     }
   }
 
-  // Joins the open region if that wants more threads.  Returns whether it did.
+  // Joins the open region if it needs more threads.  Returns whether it did.
   bool enter(uint64_t& done) {
     uint64_t now = region_.load(std::memory_order_acquire);
     do {

@@ -53,7 +53,7 @@ void share(int64_t items, int threads, const Work& work) {
              static_cast<int>(std::min<int64_t>(threads, items)));
 }
 
-// Elements below which waking a second thread does not pay.
+// Elements below which waking a second thread takes longer than it saves.
 constexpr int64_t kRowsWorthSharing = 16 << 10;
 
 // Calls each(row) for all rows.  Threads take runs of consecutive rows.

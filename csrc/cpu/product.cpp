@@ -14,7 +14,7 @@
 namespace quire::cpu {
 namespace {
 
-constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 5 : 4;  // registers: kRows x 2 accumulators, and the weights
+constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 5 : 4;  // fills the registers: kRows x 2 accumulators, weights
 // Elements of `inner` that are summed in a register before they are added to the sum of earlier runs.  The rounding
 // error of a sum grows with its length.  That matters in float32; in 16 bits it is far below the final rounding.
 template <class T>

@@ -15,7 +15,7 @@ namespace quire::cpu {
 // Strip: kColumns consecutive features of a packed weight.
 constexpr int64_t kColumns = 2 * kLanes;
 constexpr int64_t kTaskStrips = 4;          // strips per task
-constexpr int64_t kWorthSharing = 1 << 17;  // multiplications below which waking a second thread does not pay
+constexpr int64_t kWorthSharing = 1 << 17;  // multiplications below which a second thread is not woken: it takes longer
 
 // Calls task(first_row, rows, first_strip, strips) until all rows and strips are covered; at most `max_rows` per task.
 template <class Args, class Task>

@@ -14,9 +14,9 @@ constexpr int64_t kChannels = 512;       // channels per work item of the convol
 constexpr int64_t kTokens = 16;          // tokens whose keys and queries are prepared at once
 constexpr int kColumns = 2;              // vectors of state columns that stay in L1 while these tokens pass
 constexpr int kSums = 4;                 // partial sums over keys, so that additions overlap
-constexpr int64_t kWorkOnce = 64 << 10;  // multiplications below which waking a second thread does not pay
+constexpr int64_t kWorkOnce = 64 << 10;  // multiplications below which a second thread is not woken
 
-// exp2 takes arguments up to 126; e^-x is capped there, which makes silu(x) a negative number next to 0.
+// exp2 supports arguments up to 126, so e^-x is capped; silu(x) is then a tiny negative value.
 Floats silu(Floats x) { return x / (1.0f + exp2(-max(x * broadcast(1.4426950408889634f), broadcast(-126.0f)))); }
 
 // Computes a range of channels of one sequence: all its tokens, then the new state.

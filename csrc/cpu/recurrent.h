@@ -2,10 +2,10 @@
 // and Mamba2.
 //
 // Tokens of a step lie one sequence after another: sequence s owns tokens starts[s] .. starts[s + 1] - 1 and the state
-// slots[s], which holds what earlier steps left and is updated in place.  A token's result has the same bits in any
+// slots[s], which has the result of earlier steps and is updated in place.  A token's result has the same bits in any
 // batch, in any chunking of its prompt and on any number of threads: tokens are computed one after another.
 //
-//   tokens   | a | b0 b1 b2 b3 | c |      keeps (4, 9): once b2 is computed, the state of b's slot is copied to place 9
+//   tokens   | a | b0 b1 b2 b3 | c |      keeps (4, 9): once b2 is computed, the state of b's slot is copied to index 9
 //   starts   0   1             5   6
 
 #pragma once

@@ -219,7 +219,7 @@ void sample(const T* logits, const SampleArgs& a, int threads) {
       adjust(logits + row * a.row_stride, settings, position, a.size, space.x);
       const float peak = largest(space.x);
       if (!std::isfinite(peak)) {
-        plain(row, 1, 1);  // did the model or the settings leave no finite logit?
+        plain(row, 1, 1);  // finds out whether the model or the settings left no finite logit
         if (a.outcome[row] == sampling::kChosen && (settings.marks || settings.bias || settings.mask))
           a.outcome[row] = sampling::kNothingAllowed;
         a.tokens[row] = 0;

@@ -224,7 +224,7 @@ inline Floats fold(Floats a, Floats b, std::integer_sequence<int, i...>) {
 }
 
 // Lane i of the result is the sum of the lanes of v[i].  Halves the number of vectors log2(kLanes) times: about 3
-// instructions per vector, in place of a horizontal sum for each.  Overwrites v.
+// instructions per vector instead of a horizontal sum per vector.  Overwrites v.
 template <int h = kLanes / 2>
 inline Floats sum_each(Floats (&v)[kLanes]) {
   unroll<h>([&](auto j) { v[j] = fold<h>(v[j], v[j + h], std::make_integer_sequence<int, kLanes>{}); });

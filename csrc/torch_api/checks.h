@@ -66,7 +66,7 @@ inline void expect(const char* who, const at::Tensor& t, std::initializer_list<s
 // `like` names the tensor whose dtype is expected; null: the operator takes this dtype only.
 inline void expect_dtype(const char* who, const at::Tensor& t, at::ScalarType dtype, const char* like = nullptr) {
   TORCH_CHECK_VALUE(t.scalar_type() == dtype, who, ": dtype is ", t.scalar_type(), ", ", like ? like : "this operator",
-                    like ? " has " : " wants ", dtype);
+                    like ? " has " : " needs ", dtype);
 }
 
 inline void expect_last_contiguous(const char* who, const at::Tensor& t) {

@@ -22,10 +22,10 @@ inline RouteSizes check_route(const at::Tensor& logits, const at::Tensor& chosen
   expect_plain("logits", logits, {sizes.tokens, sizes.experts}, logits.scalar_type(), place);
   expect_plain("chosen", chosen, {sizes.tokens, sizes.top}, at::kInt, place);
   expect_plain("weights", weights, {sizes.tokens, sizes.top}, at::kFloat, place);
-  TORCH_CHECK_VALUE(sizes.experts <= max_experts, "logits: ", int64_t{sizes.experts}, " experts, the most are ",
+  TORCH_CHECK_VALUE(sizes.experts <= max_experts, "logits: ", int64_t{sizes.experts}, " experts, the maximum is ",
                     max_experts);
   TORCH_CHECK_VALUE(sizes.top <= kMaxChosen && sizes.top <= sizes.experts, "chosen: ", int64_t{sizes.top},
-                    " experts of a token, the most are ", kMaxChosen, " and all");
+                    " experts of a token, the maximum is ", kMaxChosen, " and all");
   return sizes;
 }
 

@@ -1,5 +1,5 @@
 // Shared parts of the bindings of `linear`: the checks, and the layer as a chain of other operators.  A CPU always
-// takes the chain.  A GPU uses the chain for many tokens, where cuBLAS is fastest.
+// takes the chain.  A GPU uses the chain for many tokens, because cuBLAS is then fastest.
 #pragma once
 
 #include <ATen/core/Tensor.h>

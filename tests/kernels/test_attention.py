@@ -240,7 +240,7 @@ def test_result_does_not_depend_on_where_blocks_lie_or_their_size() -> None:
         ("q", lambda t: t[:-1], ValueError, "q_start: runs from 0 to 6, q has 5 tokens"),
         ("q", lambda t: t.double(), ValueError, "dtype is Float, q has Double"),
         ("q", lambda t: t[0], ValueError, "q: has 2 dimensions, not 3"),
-        ("rows", lambda t: t.long(), ValueError, "rows: dtype is Long, this operator wants Int"),
+        ("rows", lambda t: t.long(), ValueError, "rows: dtype is Long, this operator needs Int"),
         ("rows", lambda t: t + 9, IndexError, "tables have 4 rows"),
         ("lens", lambda t: t[:1], ValueError, "lens: sequences is 1, rows has 2"),
         ("lens", lambda t: t // 5, ValueError, r"lens\[1\] is 1, less than its 5 queries"),

@@ -78,7 +78,7 @@ def test_shapes_and_indices_are_checked() -> None:
         ops.decode_outputs(torch.tensor([0, 20], dtype=torch.int32), torch.zeros(2).long(), token, position)
     with pytest.raises(ValueError, match="tokens: slots is 3, slots has 2"):
         ops.decode_outputs(torch.tensor([0, 1], dtype=torch.int32), torch.zeros(3).long(), token, position)
-    with pytest.raises(ValueError, match="slots: dtype is Long, this operator wants Int"):
+    with pytest.raises(ValueError, match="slots: dtype is Long, this operator needs Int"):
         ops.decode_inputs(torch.zeros(2).long(), token, position, tables, BLOCK_SIZE, **step(2))
     with pytest.raises(ValueError, match="ids: slots is 3, slots has 2"):
         ops.decode_inputs(torch.zeros(2).int(), token, position, tables, BLOCK_SIZE, **step(3))

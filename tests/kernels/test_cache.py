@@ -89,7 +89,7 @@ def test_every_e4m3_number_is_read_and_written() -> None:
         ({"value": torch.zeros(5, 3, 80)}, ValueError, "value: tokens is 5, key has 4"),
         ({"key": torch.zeros(4, 3, 80).half()}, ValueError, "value: dtype is Float, key has Half"),
         ({"key": torch.zeros(4, 80, 3).mT}, ValueError, "key: last dimension has stride 3, not 1"),
-        ({"kv_indices": torch.zeros(4).int()}, ValueError, "kv_indices: dtype is Int, this operator wants Long"),
+        ({"kv_indices": torch.zeros(4).int()}, ValueError, "kv_indices: dtype is Int, this operator needs Long"),
         ({"kv_indices": torch.tensor([0, 1, 640, 3])}, IndexError, r"kv_indices\[2\] is 640, not in \[-1, 640\)"),
         ({"kv_indices": torch.tensor([0, -2, 1, 3])}, IndexError, r"kv_indices\[1\] is -2, not in"),
     ],

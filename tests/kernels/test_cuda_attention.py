@@ -198,7 +198,7 @@ def test_what_the_bindings_refuse() -> None:
         ops.attention_plan(batch.q_start, batch.lens, 1, 4, 2, 72, 0, plan)
     with pytest.raises(ValueError, match="decodes: 2 of 1"):
         batch.attend(decodes=2)
-    with pytest.raises(ValueError, match="q: dtype is Float, attention on a GPU wants bfloat16 or float16"):
+    with pytest.raises(ValueError, match="q: dtype is Float, attention on a GPU needs bfloat16 or float16"):
         decodes([30], dim=64).to("cuda").attend()
     with pytest.raises(ValueError, match="block size 4 is not"):
         decodes([30], dim=64, block_size=4, dtype=torch.bfloat16).to("cuda").attend()

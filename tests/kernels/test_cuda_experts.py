@@ -315,18 +315,18 @@ def test_what_does_not_fit_is_refused() -> None:
     x, (gate_up, down) = randn(65, 64, dtype=torch.bfloat16), made(8, 64, 32, torch.bfloat16)
     assert not ops.takes_all_pairs(64, 32, x.device)
     chosen, shares = ops.route(randn(65, 8, dtype=torch.bfloat16), 8, normalise=True, rounded=True)
-    with pytest.raises(ValueError, match="520 experts of all tokens, the most are 512"):
+    with pytest.raises(ValueError, match="520 experts of all tokens, the maximum is 512"):
         ops.experts(x, chosen, shares, gate_up, down, torch.zeros_like(x))
-    with pytest.raises(ValueError, match="600 experts, the most are 512"):
+    with pytest.raises(ValueError, match="600 experts, the maximum is 512"):
         ops.route(randn(1, 600, dtype=torch.bfloat16), 2, normalise=True, rounded=True)
     with pytest.raises(ValueError, match="9 experts of a token"):
         ops.route(randn(1, 8, dtype=torch.bfloat16), 9, normalise=True, rounded=True)
     with pytest.raises(ValueError, match="gate and up rows"):
         ops.experts(x[:2], chosen[:2], shares[:2], gate_up[:, :-2].contiguous(), down, torch.zeros_like(x[:2]))
-    with pytest.raises(ValueError, match="wants BFloat16 or Half"):
+    with pytest.raises(ValueError, match="needs BFloat16 or Half"):
         ops.route(torch.zeros(1, 8, device=CUDA), 2, normalise=True, rounded=True)
     many = torch.zeros(513, 8, 8, dtype=x.dtype, device=CUDA)
-    with pytest.raises(ValueError, match="down: 513 experts, the most are 512"):
+    with pytest.raises(ValueError, match="down: 513 experts, the maximum is 512"):
         ops.experts(many[0, :1], chosen[:1], shares[:1], many.repeat(1, 2, 1), many, many[1, :1])
     few = (x[:2], chosen[:2], shares[:2], gate_up, down, torch.zeros_like(x[:2]))
     with pytest.raises(ValueError, match="gate_up_bias: gate and up rows is 32, down has 64"):

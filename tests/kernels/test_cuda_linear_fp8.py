@@ -242,9 +242,9 @@ def test_the_same_every_time_and_in_a_graph(tokens: int) -> None:
 
 def test_wrong_tensors_are_named() -> None:
     x, (stored, _) = randn(2, 128, dtype=BF16), weight(16, 128)
-    with pytest.raises(ValueError, match="x: dtype is Half, this operator wants BFloat16"):
+    with pytest.raises(ValueError, match="x: dtype is Half, this operator needs BFloat16"):
         ops.linear(x.half(), stored)
-    with pytest.raises(ValueError, match="weight: dtype is BFloat16, this operator wants Float8_e4m3fn"):
+    with pytest.raises(ValueError, match="weight: dtype is BFloat16, this operator needs Float8_e4m3fn"):
         ops.linear(x, ops.Fp8(stored.numbers.to(BF16), stored.scale))
     with pytest.raises(ValueError, match="scale: rows of the weight is 16, weight has 32"):
         ops.linear(x, ops.Fp8(weight(32, 128)[0].numbers, stored.scale), out=randn(2, 32, dtype=BF16))

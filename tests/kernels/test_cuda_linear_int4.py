@@ -208,9 +208,9 @@ def test_the_same_every_time_and_in_a_graph(tokens: int) -> None:
 
 def test_wrong_tensors_are_named() -> None:
     x, (stored, _) = randn(2, 128, dtype=BF16), weight(16, 128)
-    with pytest.raises(ValueError, match="x: dtype is Half, this operator wants BFloat16"):
+    with pytest.raises(ValueError, match="x: dtype is Half, this operator needs BFloat16"):
         ops.linear(x.half(), stored)
-    with pytest.raises(ValueError, match="weight: dtype is Char, this operator wants Byte"):
+    with pytest.raises(ValueError, match="weight: dtype is Char, this operator needs Byte"):
         ops.linear(x, ops.Int4(stored.packed.view(torch.int8), stored.scale))
     with pytest.raises(ValueError, match="weight: rows of the weight is 32, out has 16"):
         ops.linear(x, ops.Int4(weight(32, 128)[0].packed, stored.scale))

@@ -135,7 +135,7 @@ def test_wrong_arguments_are_named() -> None:
             ops.rank_sum(part, replace(inboxes, **changes), words=True, **rest)  # type: ignore[arg-type]
 
     refused("rank: is 2 of 2", rank=2)
-    refused("inboxes: 9 ranks, the most are 8", addresses=[0] * 9)
+    refused("inboxes: 9 ranks, the maximum is 8", addresses=[0] * 9)
     refused("inboxes: that of rank 1 is not inbox", rank=1)
     refused("inbox: has", blocks_share=64 << 10)
     refused("shares: no multiples", words_share=17)

@@ -79,7 +79,7 @@ def test_what_does_not_fit_is_refused() -> None:
     chosen, shares = ops.route(randn(3, 4, dtype=torch.float32), 2, normalise=True, rounded=False)
     with pytest.raises(IndexError, match=r"chosen\[1\] is 4, not in \[0, 4\)"):
         ops.experts(x, torch.tensor([[0, 4]] * 3, dtype=torch.int32), shares, gate_up, down, x)
-    with pytest.raises(ValueError, match="5 experts of a token, the most are 32 and all"):
+    with pytest.raises(ValueError, match="5 experts of a token, the maximum is 32 and all"):
         ops.route(randn(1, 4, dtype=torch.float32), 5, normalise=True, rounded=True)
     with pytest.raises(ValueError, match="gate_up: gate and up rows is 10, down has 12"):
         ops.experts(x, chosen, shares, gate_up[:, :10].contiguous(), down, x)

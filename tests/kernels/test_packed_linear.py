@@ -54,7 +54,7 @@ def test_bits_are_those_of_the_operators_one_by_one(kind: str, dtype: torch.dtyp
 def test_what_does_not_fit_is_refused(kind: str) -> None:
     weight = packed(kind, torch.randn(64, 96))
     x = torch.randn(2, 96)
-    with pytest.raises(ValueError, match="plus: there is none with silu_mul"):
+    with pytest.raises(ValueError, match="plus: must be None with silu_mul"):
         ops.packed_linear(x, weight, None, torch.zeros(2, 32), silu_mul=True)
     with pytest.raises(ValueError, match="weight: size is 95"):
         ops.packed_linear(x, weight, None, norm=torch.ones(95))

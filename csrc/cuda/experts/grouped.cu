@@ -12,7 +12,7 @@ bool fits_experts_grouped(const ExpertsArgs& a) {
 
 namespace {
 
-// Maximum pairs per expert, on average, for which packed weights take two parts and small tiles.
+// Maximum mean pairs per expert for which packed weights use two parts (kParts) and small tiles.
 constexpr int kFewPerExpert = 16;
 
 bool has_few_per_expert(const ExpertsArgs& a) {

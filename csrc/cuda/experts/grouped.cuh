@@ -19,8 +19,7 @@
 // wgmma's N is 16, 32, 64, 96, .. 192: the smallest that holds the pairs of the tile.  Results accumulate in float32,
 // in an order that depends only on `size`, so a token's result does not depend on other tokens.  Results are transposed
 // by movmatrix and quad shuffles, so that a thread stores 16 bytes of one pair.
-//
-// A reader of weights decides what a stage holds of them, and how a warpgroup multiplies a slab: PlainRows here, and
+// A reader of weights defines their layout in a stage, and how a warpgroup multiplies a slab: PlainRows here, and
 // PackedRows of packed.cuh for quantised weights.
 //
 // If an expert has one tile, its weights are read once and leave L2 first.  Grid: a CTA per multiprocessor, 225 KB of

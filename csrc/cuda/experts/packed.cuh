@@ -1,15 +1,13 @@
-// Reader of quantised weights for the grouped GEMM (grouped.cuh): they stay packed in shared memory, and each thread widens
-// its elements to bf16 in registers, where wgmma takes its left operand.
+// Reader of quantised weights for the grouped GEMM (grouped.cuh): they stay packed in shared memory, and each thread
+// widens its elements to bf16 in registers, which hold wgmma's left operand.
 //
 //   a stage   x of the tile's pairs (12 KB), then of two row tiles the low and the high tile (experts_layout.h)
 //   a step    half a slab: 16 registers of widened weights, 4 wgmmas.  Two sets of registers take turns: while the tensor
 //             cores read one, the thread widens the next half into the other
-//
-// With few pairs per expert, widening takes longer than anything else.  Then twice as many warpgroups hide its latency
-// (kParts 2): two per row tile, which take every other slab.
-//
-// A warpgroup takes one of the two row tiles.  The last item of an expert may have one row tile: then the second warpgroup
-// computes what is not stored.
+// With few pairs per expert, widening dominates the time.  Then twice as many warpgroups hide its latency (kParts 2):
+// two per row tile, each for every other slab.
+// A warpgroup computes one of the two row tiles.  The last item of an expert may have only one row tile: then the
+// results of the second warpgroup are not stored.
 #pragma once
 
 #include "cuda/experts/grouped.cuh"
@@ -24,7 +22,7 @@ struct Mxfp4 {
   static constexpr int kTileBytes = layout::kMxfp4Bytes, kStages = 10, kFewStages = 7;
 
   uint4 words;
-  uint32_t scales;  // bytes: row g of both groups, row g + 8 of both groups
+  uint32_t scales;  // 4 bytes: scales of row g for the slab's two groups of 32 columns, then of row g + 8
 
   __device__ explicit Mxfp4(const char* tile) {
     const int thread = threadIdx.x % kWarpgroup;

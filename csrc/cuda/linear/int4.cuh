@@ -6,8 +6,8 @@
 //
 // The activations are first quantised to 16-bit integers, with one power-of-two scale per token and 128 elements of
 // inner, chosen so that the maximum reaches 2^14.  The error of an activation is at most 2^-15 of that maximum;
-// rounding a weight to int4 has cost up to half a step of its scale.  Up to four tokens: each CTA quantises all
-// activations into shared memory at its start.  More tokens: convert_kernel runs first, and the stages copy its result.
+// the error of an int4 weight is up to half of its scale.  Up to four tokens: each CTA quantises all activations into
+// shared memory at its start.  More tokens: convert_kernel runs first, and the stages copy its result.
 //
 // A shift and a mask unpack four int4 weights into bytes.  The tensor cores multiply bytes (mma.m16n8k32), and an
 // activation is 256 * high + low, so each token takes two columns of the mma.  Sums within a group are exact integers;
@@ -57,7 +57,7 @@ template <int kNTiles>
 constexpr bool kConverts = kNTiles == 1;
 
 // Whether two CTAs share a multiprocessor, so that the next kernel starts early.  With more than eight tokens the
-// registers do not suffice for two CTAs; forcing two made a GEMM of 16 tokens 1.8 times as slow.
+// registers do not suffice for two CTAs; forcing two CTAs made a GEMM of 16 tokens take 1.8 times as long.
 template <int kNTiles>
 constexpr bool kShared = kNTiles <= 2;
 constexpr int kFullSmemBytes = 190 << 10;
@@ -86,7 +86,7 @@ struct Int4Barriers {
 // The producer warp's loop.  TMA fills zeros past the end of either tensor.
 //
 // If each CTA quantises x, the next kernel may start once the last weight copy is issued: its first copies then overlap
-// the end of this kernel.  An earlier start gains nothing.  If convert_kernel quantises x, an early start gains nothing
+// the end of this kernel.  An earlier start is no faster.  If convert_kernel quantises x, an early start is no faster
 // either.
 template <int kNTiles, int kGroups>
 __device__ inline void copy_stages(const CUtensorMap* weight_map, const CUtensorMap* x_map, const Int4Params& p,

@@ -218,7 +218,7 @@ __device__ void run_epilogue(const Epilogue& p, int first_feature, int first_blo
     }
   }
   sync_consumers();
-  if (p.float32_out) {  // a separate instance: its branches would cost the other epilogues 0.2 us
+  if (p.float32_out) {  // a separate instance: its branches would lengthen the other epilogues by 0.2 us
     reduce_k_splits<T, kKSplits, kNTiles>(
         p, first_feature, all_sums, token_factor, row_factor, [&](int token, int, int feature, float y, float next) {
           if (feature >= p.features) return;

@@ -144,7 +144,7 @@ __device__ void store_fp16(const uint4& eight, uint32_t raise, char* quarter) {
 }
 
 // The producer warp's loop.  The next kernel may start once the last copy is issued: its first copies then overlap this
-// kernel's tail.  An earlier start gains nothing.
+// kernel's tail.  An earlier start is no faster.
 [[maybe_unused]] __device__ void copy_stages(const CUtensorMap* map, const Fp8Params& p, int first_feature,
                                              char* stages, uint64_t* full, uint64_t* empty) {
   const int stage_bytes = p.depth * p.rows * kSlabBytes;

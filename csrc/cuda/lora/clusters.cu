@@ -1,15 +1,13 @@
 // LoRA adapters on Hopper, in clusters of CTAs: A x of more rows, and y += B A x of up to 32 rows in one launch.
-//
-// Few rows wait for launches, not for memory:
+// With few rows, launches take longer than memory accesses:
 //
 //   GEMM of the base model   x ──────────────────────────> y
 //   this kernel              x ─ A x ─ cluster ─ B A x ─ wait ─> y += B A x
 //
 // The GEMM lets this kernel start once x is complete (`LinearArgs::share_x`), so all but the last step overlaps it.
-//
 // A cluster of 8 CTAs, 32 warps, has one tile of rows of one adapter and 32 blocks of features.  The warps share the
-// inputs; each CTA adds up the sums of all, and each warp then makes one feature block.  Several clusters compute the
-// same A x: another launch, or a wait for other clusters, would take longer.
+// inputs; each CTA adds up the sums of all warps, and each warp then computes one feature block.  Several clusters
+// compute the same A x: another launch, or a wait for other clusters, would take longer.
 
 #include <algorithm>
 
@@ -68,8 +66,8 @@ __device__ void prefetch_a(const Args& a, const T* weights, int rank_block) {
   });
 }
 
-// Makes sums [rows of the tile, stride], from `sums` on: this CTA's share of A x for 16 ranks.  Tiles have up to
-// 8 * kTiles rows.
+// Computes sums [rows of the tile, stride], stored from `sums` on: this CTA's share of A x for 16 ranks.  Tiles have up
+// to 8 * kTiles rows.
 template <class T, int kTiles, class Args>
 __device__ void shrink(const Args& a, const int4& tile, const T* weights, int rank_block, float* sums_of_cta,
                        int stride) {
@@ -99,7 +97,7 @@ __device__ void shrink(const Args& a, const int4& tile, const T* weights, int ra
       for (int i = 0; i < kAtOnce; ++i) {
         const int input = (first + i * kInputWarps) * kLoraInputs;
         v[n][i] = make_uint4(0, 0, 0, 0);
-        // Past the L1 cache, which may hold what was there before.
+        // Bypasses the L1 cache, which may have stale values.
         if (x[n] != nullptr && input + t * 8 < a.inner) v[n][i] = __ldcg(reinterpret_cast<const uint4*>(x[n] + input));
       }
     }
@@ -168,7 +166,7 @@ __device__ void add_product(const int4& tile, const T* h, int ranks, const Expan
   }
 }
 
-// One feature block of a tile: with an activation of the gate, and that of the up half.
+// One feature block of a tile; with an activation, the blocks of the gate half and of the up half.
 template <class T, bool kSilu, int kTiles>
 struct Feature {
   Place place;
@@ -195,7 +193,7 @@ struct Feature {
 
   __device__ int feature() const { return place.block * kLoraFeatures + threadIdx.x % 4 * 8; }
 
-  // Reads the lane's y, once it is complete.  False: this block changes nothing there.
+  // Reads the lane's y, once it is complete.  False: this block adds nothing to it.
   __device__ bool read(const LoraAddArgs& a, const LaneRows<kTiles>& rows, Pack<T, 8> (&y)[kTiles],
                        Pack<T, 8> (&up_of)[kTiles]) const {
     if (!exists || feature() >= a.features[place.part] || (!kSilu && b.rank_blocks == 0)) return false;

@@ -1,4 +1,4 @@
-// Adds what a branch of a CUDA graph has computed of B A x (`lora_store_deltas`) to the GEMM's output.
+// Adds B A x, which a branch of a CUDA graph has computed (`lora_store_deltas`), to the GEMM's output.
 
 #include "cuda/common/launch.cuh"
 #include "cuda/lora/lora.cuh"

@@ -1,4 +1,4 @@
-// Device code that the LoRA kernels share: an adapter's fields, sums of B h in registers, and what is stored.
+// Device code that the LoRA kernels share: an adapter's fields, sums of B h in registers, and stores.
 #pragma once
 
 #include "cuda/common/packs.cuh"
@@ -41,8 +41,8 @@ __device__ void add_up_warps(const float (&sums)[kTiles][4], float4 (&all_sums)[
   if (token + 1 < rows) to[stride] = s.y, to[stride + 8] = s.w;
 }
 
-// B h of up to 32 rows and 32 features of a part, in a warp.  The lane has 8 features from 8 (lane % 4) on, of row
-// 16 m + lane / 4 and of the row 8 further.
+// B h of up to 32 rows and 32 features of a part, in a warp.  A lane has 8 features from 8 (lane % 4) on, of the rows
+// 16 m + lane / 4 and 16 m + lane / 4 + 8.
 struct Deltas {
   float of[2][4][4];  // m, pair of features, (row, row + 8) x 2 features as an mma result
 
@@ -188,7 +188,7 @@ __device__ void activate(const LoraOut& a, const LaneRows<kCount>& rows, const P
   }
 }
 
-// A feature block of 32 features of a site, by its number in all parts.
+// A block of 32 features of a site, by its index over all parts.
 struct Place {
   int part, block, column;  // part is a.parts past the end; column: first one of the part
 

@@ -1,12 +1,11 @@
-// LoRA adapters of a step's rows, behind each GEMM of the base model (a site).  On any GPU since Ampere in two launches:
+// LoRA adapters of a step's rows, after each GEMM of the base model (a site).  On any GPU since Ampere in two launches:
 //
 //   shrink   h = A x      of the rows with an adapter, A of all linear layers (parts) of the site
 //   expand   y += B h     in place, or with the activation that follows
 //
 // On Hopper with up to 32 rows in one, `lora_add`, which computes B A x while the GEMM before it still runs.  In a CUDA
 // graph, a branch parallel to the GEMM may compute B A x (`lora_store_deltas`); it is added after both.
-//
-// Nothing on the host depends on the rows, so a CUDA graph can hold both.
+// The launches do not depend on the rows, so a CUDA graph can capture all of these kernels.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -54,11 +53,11 @@ struct LoraShrinkArgs : LoraRows {
 
 void lora_shrink(const LoraShrinkArgs& args, cudaStream_t stream);
 
-// The same on Hopper: h is complete, so that the expand reads each value once.
+// lora_shrink on Hopper: h has complete sums, so that the expand reads each value once.
 bool fits_shrink_in_clusters();
 void lora_shrink_in_clusters(const LoraShrinkArgs& args, cudaStream_t stream);
 
-// What B h is added to.
+// Destination of B h.
 struct LoraOut : LoraRows {
   void* y;  // [rows, features of all parts], 16-byte aligned rows and parts
   int64_t y_stride;
@@ -70,7 +69,7 @@ struct LoraOut : LoraRows {
 };
 
 struct LoraExpandArgs : LoraOut {
-  int splits;     // 0: h is what lora_shrink_in_clusters made
+  int splits;     // 0: h is the output of lora_shrink_in_clusters
   const void* h;  // as of lora_shrink
   float* deltas;  // [rows, features of all parts]; only lora_store_deltas writes it
 };
@@ -101,10 +100,10 @@ struct LoraAddArgs : LoraOut {
   const void* x;  // as of lora_shrink
   int64_t x_stride;
   int inner;
-  bool x_is_ready;  // x was complete before the kernel in front could let this one start
+  bool x_is_ready;  // x was complete before the preceding kernel could let this one start
 };
 
-// Whether lora_add() takes these arguments: Hopper, up to kLoraRows rows and kLoraAddRanks ranks.
+// Whether lora_add() supports these arguments: Hopper, up to kLoraRows rows and kLoraAddRanks ranks.
 bool fits_lora_add(const LoraRows& args);
 
 void lora_add(const LoraAddArgs& args, cudaStream_t stream);

@@ -18,10 +18,9 @@
 //
 // Each CTA counts its own calls on the device, so replayed graphs and eager calls share one count.  A CTA of index i
 // waits only for CTAs of index i, and a call has the same grid on all ranks.  Counts wrap after 2^32 calls of a CTA. A
-// stale number could be mistaken for a new one only in memory that no call used in between.
-//
-// The next kernel may start once all CTAs of this kernel run, so it cannot keep them from starting.  While it waits for
-// this kernel it copies its weights.
+// stale call number could be mistaken for a new one only in memory that no call used in between.  The next kernel may
+// start once all CTAs of this kernel run, so it cannot take their multiprocessors.  While it waits for this kernel it
+// copies its weights.
 //
 // Grid (rows, at most a.ctas): a CTA processes rows one after another, and a thread kPacks packs of 16 bytes per row.
 // NVLink traffic: (ranks - 1) * 2 (words) or 1 (blocks) * bytes in each direction.
@@ -60,7 +59,7 @@ __device__ uint4 receive_words(const char* from, uint32_t call) {
           static_cast<uint32_t>(high[1])};
 }
 
-// Bypasses L1, which may hold bytes of two calls ago.
+// Bypasses L1, which may have bytes of two calls before.
 __device__ uint4 receive_block(const char* from) {
   uint4 x;
   asm volatile("ld.relaxed.sys.global.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -15,9 +15,8 @@
 // Each later pass over the row recomputes w from the logits, which then are in L2.  That takes 20 instructions for kept
 // weights and a comparison for the others.  Caching w in shared memory was slower from 32 rows on, because a row then
 // takes 8 CTAs (docs/notes/kernels/sampling.md).
-//
-// Sums are of integers because float sums depend on their order, so the token would depend on how the row is sliced.
-// This way tokens equal those of cpu/sampling.cpp.
+// Weights are integers because float sums depend on their order, so the token would depend on the slices of the row.
+// With integers tokens equal those of cpu/sampling.cpp.
 
 #include "cuda/sampling/sampling.h"
 

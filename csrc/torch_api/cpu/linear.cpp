@@ -73,9 +73,9 @@ const T* data_of(const std::optional<at::Tensor>& t) {
   return t ? static_cast<const T*>(t->const_data_ptr()) : nullptr;
 }
 
-// Minimum rows at which `widen` dequantises int8 and int4 weights to bfloat16.  With fewer rows that takes longer than
-// it saves.  Measured on one core of a Zen 4 with weights from memory, alternating with the integer kernels, at 4 to
-// 512 rows, with builds for AVX-512 and for AVX2: docs/notes/kernels/product_int8.md, "Many rows".
+// Minimum rows at which `widen` dequantises int8 and int4 weights to bfloat16.  With fewer rows that is slower than the
+// integer kernels.  Measured on one core of a Zen 4 with weights from memory, at 4 to 512 rows, with builds for AVX-512
+// and for AVX2: docs/notes/kernels/product_int8.md, "Many rows".
 constexpr int64_t kInt8WidenedRows = kLanes == 16 ? 48 : 12, kInt4WidenedRows = 20;
 
 std::tuple<int64_t, int64_t> widened_rows() { return {kInt8WidenedRows, kInt4WidenedRows}; }
@@ -228,12 +228,12 @@ void product_int4(const at::Tensor& x, const at::Tensor& packed, const at::Tenso
 
 }  // namespace
 
-// One call for all operators around a linear layer, because each call from Python costs as long as a small GEMM.
+// One call for all operators around a linear layer, because a call from Python takes as long as a small GEMM.
 void packed_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& scale,
                    const std::optional<at::Tensor>& zero, const std::optional<at::Tensor>& bias,
                    const std::optional<at::Tensor>& norm, double eps, bool silu_mul, bool widen,
                    const std::optional<at::Tensor>& plus, const at::Tensor& out) {
-  TORCH_CHECK_VALUE(!silu_mul || !plus, "plus: there is none with silu_mul");
+  TORCH_CHECK_VALUE(!silu_mul || !plus, "plus: must be None with silu_mul");
   TORCH_CHECK_VALUE(out.dim() == 2, "out: ", out.dim(), " dimensions instead of 2");
   const at::Tensor from = norm ? normed(x, *norm, eps) : x;
   const at::Tensor y = silu_mul ? at::empty({out.size(0), 2 * out.size(1)}, out.options()) : out;

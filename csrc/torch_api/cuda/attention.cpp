@@ -102,7 +102,7 @@ void paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::T
   TORCH_CHECK_VALUE(block_size == 8 || block_size == 16 || block_size == 32 || block_size == 64, "k_cache: block size ",
                     block_size, " is not 8, 16, 32 or 64");
   TORCH_CHECK_VALUE(q.scalar_type() == at::kBFloat16 || q.scalar_type() == at::kHalf, "q: dtype is ", q.scalar_type(),
-                    ", attention on a GPU wants bfloat16 or float16");
+                    ", attention on a GPU needs bfloat16 or float16");
   for (const auto& [who, t] : {std::pair{"q", q}, {"out", out}, {"k_cache", k_cache}, {"v_cache", v_cache}}) {
     expect_aligned(who, t);
   }

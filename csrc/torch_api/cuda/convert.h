@@ -1,5 +1,5 @@
 // Conversion from tensors to the CUDA kernels' arguments.  The host cannot read lengths, tables and kv_indices on the
-// device without waiting.  So the bindings do not check them: the caller answers for their range.
+// device without waiting, so the bindings do not check them: the caller must guarantee their range.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -16,7 +16,7 @@ namespace {
 
 Dtype half_dtype_of(const char* who, const at::Tensor& t) {
   TORCH_CHECK_VALUE(t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kHalf, who, ": dtype is ",
-                    t.scalar_type(), ", this operator wants BFloat16 or Half");
+                    t.scalar_type(), ", this operator needs BFloat16 or Half");
   return model_dtype_of(who, t);
 }
 
@@ -40,10 +40,11 @@ void route(const at::Tensor& logits, bool normalise, bool rounded, const at::Ten
 // Runs the operator on checked tensors.
 void compute(const ExpertsInputs& in, const ExpertsSizes& sizes, std::optional<experts_layout::Format> packed,
              const at::Tensor& gate_up, const at::Tensor& down) {
-  TORCH_CHECK_VALUE(sizes.count <= kMaxExperts, "down: ", int64_t{sizes.count}, " experts, the most are ", kMaxExperts);
+  TORCH_CHECK_VALUE(sizes.count <= kMaxExperts, "down: ", int64_t{sizes.count}, " experts, the maximum is ",
+                    kMaxExperts);
   TORCH_CHECK_VALUE(sizes.hidden % 8 == 0 && sizes.inner % 8 == 0, "down: hidden size ", int64_t{sizes.hidden},
                     " and inner size ", int64_t{sizes.inner}, " are not multiples of 8");
-  TORCH_CHECK_VALUE(sizes.tokens <= kMaxTokens, "x: ", int64_t{sizes.tokens}, " tokens, the most are ", kMaxTokens);
+  TORCH_CHECK_VALUE(sizes.tokens <= kMaxTokens, "x: ", int64_t{sizes.tokens}, " tokens, the maximum is ", kMaxTokens);
   const c10::cuda::CUDAGuard guard(in.x.device());
   const auto data_of = [](const std::optional<at::Tensor>& t) { return t ? t->const_data_ptr() : nullptr; };
   ExpertsArgs args{.dtype = half_dtype_of("x", in.x),
@@ -69,7 +70,7 @@ void compute(const ExpertsInputs& in, const ExpertsSizes& sizes, std::optional<e
   const ExpertsWay way = way_of(args);
   const bool few = way != ExpertsWay::grouped;
   const int64_t pairs = sizes.tokens * sizes.top;
-  TORCH_CHECK_VALUE(!few || pairs <= kMaxPairs, "chosen: ", pairs, " experts of all tokens, the most are ", kMaxPairs,
+  TORCH_CHECK_VALUE(!few || pairs <= kMaxPairs, "chosen: ", pairs, " experts of all tokens, the maximum is ", kMaxPairs,
                     " unless the GPU is a Hopper and hidden and inner size are multiples of 64");
   const ExpertsMemory memory = memory_of(args, way);
   const auto scratch = [&](int64_t bytes) { return at::empty({bytes}, in.x.options().dtype(at::kByte)); };

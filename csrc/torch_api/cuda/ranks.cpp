@@ -36,7 +36,7 @@ void rank_sum(const at::Tensor& part, const std::optional<at::Tensor>& plus, con
     TORCH_CHECK_VALUE(t == nullptr || reinterpret_cast<uintptr_t>(t->const_data_ptr()) % 16 == 0,
                       "part, plus, norm, normed: one does not start at a multiple of 16 bytes");
   }
-  TORCH_CHECK_VALUE(ranks <= kMaxRanks, "inboxes: ", ranks, " ranks, the most are ", kMaxRanks);
+  TORCH_CHECK_VALUE(ranks <= kMaxRanks, "inboxes: ", ranks, " ranks, the maximum is ", kMaxRanks);
   TORCH_CHECK_VALUE(rank >= 0 && rank < ranks, "rank: is ", rank, " of ", ranks);
   TORCH_CHECK_VALUE(ctas > 0 && ctas <= kSumCtas, "ctas: ", ctas, " are not 1 to ", kSumCtas);
   TORCH_CHECK_VALUE(words_share % 16 == 0 && blocks_share % 16 == 0, "shares: no multiples of 16 bytes");
@@ -46,7 +46,7 @@ void rank_sum(const at::Tensor& part, const std::optional<at::Tensor>& plus, con
   TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(inbox.const_data_ptr()) == static_cast<uintptr_t>(inboxes[rank]),
                     "inboxes: that of rank ", rank, " is not inbox");
   const int64_t share = words ? words_share : blocks_share, sent = (rows + ctas - 1) / ctas * row_bytes;
-  TORCH_CHECK_VALUE(sent <= share, "part: a CTA would send ", sent, " bytes, the most are ", share);
+  TORCH_CHECK_VALUE(sent <= share, "part: a CTA would send ", sent, " bytes, the maximum is ", share);
   RankSumArgs args{
       .dtype = model_dtype_of("part", part),
       .part = part.data_ptr(),
