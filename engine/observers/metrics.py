@@ -60,8 +60,8 @@ TABLE: tuple[Row, ...] = (
     Row(
         "quire_idle_pool_seconds",
         "counter",
-        "Seconds during which requests waited in the shared queue or in this engine, each times the unused fraction of "
-        "the KV cache.  An empty pool adds 1 per second.",
+        "Seconds during which requests waited in the shared queue or in this engine, weighted by the unused fraction "
+        "of the KV cache.  An empty pool adds 1 per second.",
         lambda t: t.idle_pool_s,
     ),
     Row(
@@ -76,8 +76,8 @@ TABLE: tuple[Row, ...] = (
     Row(
         "quire_kv_static_blocks",
         "gauge",
-        "KV blocks that static allocation would hold for the sequences that run or are paused: each one's for its "
-        "prompt and max_tokens.  The blocks used, divided by these, are what paging needs of that.",
+        "KV blocks that static allocation would reserve for the running and paused sequences: for the prompt and "
+        "max_tokens of each.  Used blocks divided by these: the fraction that paging needs.",
         lambda t: t.load.static_blocks,
     ),
     Row(
@@ -112,8 +112,8 @@ TABLE: tuple[Row, ...] = (
     Row(
         "quire_sequences",
         "gauge",
-        "Sequences in this engine by state: running in the batch, paused in their slot, waiting (not started, or "
-        "preempted), or swapped to host memory.",
+        "Sequences in this engine by state: running in the batch, paused (with KV blocks, without a slot), waiting "
+        "(not started, or preempted), or swapped to host memory.",
         lambda t: {
             "running": t.load.running,
             "paused": t.load.paused,
@@ -163,8 +163,8 @@ TABLE: tuple[Row, ...] = (
     Row(
         "quire_prefix_cached_tokens",
         "counter",
-        "Prompt tokens of started requests whose KV blocks were cached, by use: found: the request began behind them; "
-        "no_state: they were computed again, because no checkpoint of the recurrent state stood there.",
+        "Prompt tokens of started requests whose KV blocks were cached, by use: found: used by the request; no_state: "
+        "computed again, because no checkpoint of the recurrent state existed at that position.",
         lambda t: {
             "found": t.totals.cached_prompt_tokens,
             "no_state": t.totals.blocks_cached_prompt_tokens - t.totals.cached_prompt_tokens,
@@ -186,7 +186,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         "quire_state_checkpoints_evicted",
         "counter",
-        "Checkpoints of recurrent state overwritten because no place was free.",
+        "Checkpoints of recurrent state overwritten because no state slot was free.",
         lambda t: t.totals.states.evicted,
     ),
     Row(
@@ -207,12 +207,15 @@ TABLE: tuple[Row, ...] = (
     Row(
         "quire_memory_bytes",
         "gauge",
-        "Bytes on the device by what takes them: weights, kv_cache, and on a GPU graphs_and_activations.",
+        "Bytes of device memory by use: weights, kv_cache, and on a GPU graphs_and_activations.",
         lambda t: t.memory,
         "part",
     ),
     Row(
-        "quire_start_takeover", "gauge", "1 if this engine took over from one that died, else 0.", lambda t: t.takeover
+        "quire_start_takeover",
+        "gauge",
+        "1 if this engine was a spare, activated after the death of another engine, else 0.",
+        lambda t: t.takeover,
     ),
     Row(
         "quire_log_lines_dropped",
@@ -238,21 +241,21 @@ TABLE: tuple[Row, ...] = (
     Row(
         "quire_drafted_tokens",
         "counter",
-        "Drafts of speculative decoding that steps computed, by where they came from.",
+        "Draft tokens of speculative decoding that steps verified, by source.",
         lambda t: t.totals.drafted_tokens,
         "source",
     ),
     Row(
         "quire_accepted_drafts",
         "counter",
-        "Drafts that equalled what was sampled: steps saved, by where they came from.",
+        "Accepted draft tokens, which equalled the sampled tokens: steps saved, by source.",
         lambda t: t.totals.accepted_drafts,
         "source",
     ),
     Row(
         "quire_refused_drafts",
         "counter",
-        "Drafts found and not computed, because they would have taken longer than they were expected to save.",
+        "Draft tokens found and not verified, because their predicted speed-up was too small.",
         lambda t: t.totals.refused_drafts,
     ),
     Row(
@@ -336,7 +339,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         "quire_lora_requests",
         "counter",
-        "Requests with a LoRA adapter that ended, by its name; 32 names, the rest under other.",
+        'Requests with a LoRA adapter that ended, by its name; at most 32 names, all others as "(other)".',
         lambda t: dict(t.lora.use.requests),
         "adapter",
     ),
@@ -350,7 +353,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         "quire_preemptions",
         "counter",
-        "Preemptions: sequences that lost their slot and KV blocks to others.",
+        "Preemptions: sequences whose slot and KV blocks were freed for others.",
         lambda t: t.totals.preemptions,
     ),
     Row(
@@ -379,7 +382,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         "quire_pauses",
         "counter",
-        "Pauses: a sequence waited in its slot, because the pool was full.",
+        "Pauses: a sequence waited with its KV blocks, because the pool was full.",
         lambda t: t.load.pauses,
     ),
     Row(
