@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.executor import ops
-from tests.kernels.test_recurrent import DTYPES, Inputs, cut, exact, made
+from tests.kernels.test_recurrent import DTYPES, Inputs, check_padding, cut, exact, made
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -122,26 +122,7 @@ def test_a_convolution_in_chunks_has_the_same_bits_and_keeps_its_past() -> None:
 
 
 def test_padding_has_no_state_and_outputs_of_zero() -> None:
-    """Rows of a CUDA graph: the padding names slot 0, which a sequence of the step has."""
-    x = there(made(6, 4, 2, 32, 80, delta=True, dtype=torch.bfloat16))
-    rows, starts, lens = ints(1, 0, 0, 0, 2), ints(0, 1, 2, 3, 4, 6), ints(9, 7, 0, 0, 20)
-    states = torch.randn(3, 4, 32, 80, device=CUDA)
-    alone = states.clone()
-    out = ops.linear_recurrence(*x, states, rows, starts, None, lens=lens)
-    for slot, first, end in ((1, 0, 1), (0, 1, 2), (2, 4, 6)):
-        assert torch.equal(run(cut(x, first, end), alone, slot), out[first:end])
-    assert torch.equal(states, alone)
-    assert not out[2:4].any()
-    inputs, weight = torch.randn(6, 70, device=CUDA), torch.randn(4, 70, device=CUDA)
-    states = torch.randn(3, 3, 70, device=CUDA)
-    alone = states.clone()
-    out = ops.causal_conv(inputs, weight, None, states, rows, starts, None, True, lens=lens)
-    for slot, first, end in ((1, 0, 1), (0, 1, 2), (2, 4, 6)):
-        part = inputs[first:end]
-        one = ops.causal_conv(part, weight, None, alone, ints(slot), ints(0, len(part)), None, True)
-        assert torch.equal(one, out[first:end])
-    assert torch.equal(states, alone)
-    assert not out[2:4].any()
+    check_padding(CUDA)
 
 
 def test_sizes_that_no_kernel_has_are_refused() -> None:

@@ -155,6 +155,38 @@ def test_a_convolution_in_chunks_has_the_same_bits_and_keeps_its_past() -> None:
         assert torch.equal(torch.cat(parts), want)
 
 
+def check_padding(device: torch.device) -> None:
+    """Rows of a CUDA graph: the padding names slot 0, which a sequence of the step has."""
+    x = Inputs(
+        *(each.to(device) for each in made(6, 4, 2, 32, 80, delta=True, dtype=torch.bfloat16) if each is not None)
+    )
+    rows, starts, lens = (
+        ints(*values).to(device) for values in ([1, 0, 0, 0, 2], [0, 1, 2, 3, 4, 6], [9, 7, 0, 0, 20])
+    )
+    sequences = [(1, 0, 1), (0, 1, 2), (2, 4, 6)]
+    states = torch.randn(3, 4, 32, 80, device=device)
+    alone = states.clone()
+    out = ops.linear_recurrence(*x, states, rows, starts, None, lens=lens)
+    for slot, first, end in sequences:
+        where = ints(slot).to(device), ints(0, end - first).to(device), None
+        assert torch.equal(ops.linear_recurrence(*cut(x, first, end), alone, *where), out[first:end])
+    assert torch.equal(states, alone)
+    assert not out[2:4].any()
+    inputs, weight = torch.randn(6, 70, device=device), torch.randn(4, 70, device=device)
+    states = torch.randn(3, 3, 70, device=device)
+    alone = states.clone()
+    out = ops.causal_conv(inputs, weight, None, states, rows, starts, None, True, lens=lens)
+    for slot, first, end in sequences:
+        where = ints(slot).to(device), ints(0, end - first).to(device), None
+        assert torch.equal(ops.causal_conv(inputs[first:end], weight, None, alone, *where, True), out[first:end])
+    assert torch.equal(states, alone)
+    assert not out[2:4].any()
+
+
+def test_padding_has_no_state_and_outputs_of_zero() -> None:
+    check_padding(torch.device("cpu"))
+
+
 def test_silu_of_any_input_is_finite() -> None:
     x = torch.tensor([[-1e30, -200.0, -90.0, -1.0, 0.0, 1.0, 90.0, 3e38]])
     out = ops.causal_conv(x, torch.ones(1, 8), None, torch.zeros(1, 0, 8), ints(0), ints(0, 1), None, True)
