@@ -121,6 +121,11 @@ class Tools:
     def __contains__(self, name: str) -> bool:
         return name in self._types
 
+    @property
+    def initials(self) -> frozenset[str]:
+        """First characters of the names."""
+        return frozenset(name[:1] for name in self._types)
+
     def own_name(self, name: str) -> str:
         """Return the tool's name without a namespace that the model added, as in `functions.weather`."""
         last = _NAMESPACES.split(name)[-1]

@@ -57,7 +57,7 @@ class Markers:
         if self._candidates is None:
             return bool(self._markers)
         self._learn(text)
-        return any(char in self._begin for char in text) or len(self._known) > KNOWN_CHARS
+        return not self._begin.keys().isdisjoint(text) or len(self._known) > KNOWN_CHARS
 
     def candidate(self, text: str, at: int, end: int) -> int:
         """Return the first position from `at` to `end` at which a marker may begin; `end` if there is none."""

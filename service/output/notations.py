@@ -40,6 +40,7 @@ EXTENDED = (
     "alone", "also", "bare", "drop", "names", "arguments", "keyed", "argument", "hides_markers", "example", "call_id",
     "tag",
 )  # fmt: skip
+LINE = r"\A\s*"  # in an opening marker: it counts only at the beginning of the answer, of a line, or after a marker
 _PLACE = re.compile(r"\{(\w+)(?:\.(\w+))?\}")
 _VALUE = "(?P<value>.*?)"
 SHOWN = "(?P<shown>"
@@ -83,6 +84,11 @@ class Notation(msgspec.Struct, frozen=True, eq=False):
     tag: Any = None  # pattern of a tag that names an argument
     hides_markers: bool = False
     described: Any = None  # field compiled by transformers, for calls that only transformers can parse
+
+    @property
+    def is_lined(self) -> bool:
+        """Whether its opening marker counts only at the beginning of a line."""
+        return bool(self.open.pattern.pattern.startswith(LINE))
 
     def holds_nothing(self, text: str) -> bool:
         """Return whether the text after an opening marker is blank, or only closes it."""

@@ -102,13 +102,16 @@ class RegionReader:
     """Cuts the text of one answer into regions, as it arrives."""
 
     __slots__ = (
-        "_at", "_broken", "_call", "_clear", "_draft", "_drafted", "_fenced", "_notation", "_parallel", "_raw",
-        "_tail", "_text", "_tools", "_watches", "_zero", "ended", "out",
+        "_at", "_broken", "_call", "_clear", "_draft", "_drafted", "_fenced", "_initials", "_line", "_notation",
+        "_parallel", "_raw", "_tail", "_text", "_tools", "_watches", "_zero", "ended", "out",
     )  # fmt: skip
 
     def __init__(self, watches: Watches, reading: Reading) -> None:
         self._watches, self._parallel, self._tools = watches, reading.parallel, Tools(reading.tools)
         template = watches.template
+        # First characters of calls that count only at the beginning of a line.
+        self._initials = self._tools.initials | watches.begin_line if watches.begin_line is not None else frozenset()
+        self._line = False  # the text up to here ends with a line end, and nothing of it is held back
         self.out = PartWriter(keeps_text=template.keeps_text, strips_content=template.strips)
         self.ended = False  # True after the only call that the request allows
         # Text from position `_at` on is unread.  Of the text before it, one character is kept for lookbehind.
@@ -143,16 +146,27 @@ class RegionReader:
         """Add text of the answer."""
         if not text or self.ended:
             return
+        begins = False
+        if self._initials:
+            if "\n" in text and "\n" in text[:-1]:
+                for line in _lines(text):
+                    self.push(line)
+                return
+            begins, self._line = self._line and text[0] in self._initials, False
         done = self._at == len(self._text) > 0 and self._call is None and self._draft is None
-        if done and not self._markers().may_begin_in(text):  # fast path for most text: no search
+        if done and not begins and not self._markers().may_begin_in(text):  # fast path for most text: no search
             self._text, self._at, self._zero, self._clear = text[-1], 1, -1, 0
             self.out.add_text(text)
-            return
-        self._text += text
-        self._read_all("")
-        cut = max(self._at - 1, 0)
-        self._text, self._at, self._zero = self._text[cut:], self._at - cut, self._zero - cut
-        self._clear -= cut
+        else:
+            if begins:
+                self._begin_line()
+            self._text += text
+            self._read_all("")
+            cut = max(self._at - 1, 0)
+            self._text, self._at, self._zero = self._text[cut:], self._at - cut, self._zero - cut
+            self._clear -= cut
+        if text[-1] == "\n" and self._initials and self._at == len(self._text):
+            self._line = self._call is None and self._draft is None and self.out.field is None
 
     def finish(self, *, cut: bool) -> None:
         """End the answer.  `cut`: its maximum length ended it, so a call without a closing marker is incomplete."""
@@ -408,6 +422,12 @@ class RegionReader:
         self.out.end_in_call()
         self.out.add_calls(parts, self._tools)
         self._end_call()
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines of a text with their line ends.  Only "\\n" ends a line."""
+    *lines, rest = text.split("\n")
+    return [*(line + "\n" for line in lines), rest]
 
 
 def find(chat_template: str, shipped: Any = None) -> ResponseTemplate | None:

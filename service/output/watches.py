@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from quire.service.output.marker_beginnings import beginnings
 from quire.service.output.markers import Marker, Markers
-from quire.service.output.notations import Anchor, Field, Notation, Template
+from quire.service.output.notations import LINE, Anchor, Field, Notation, Template
 
 # Closing tags that models sometimes write twice, with or without DeepSeek's prefix.
 CLOSING_TAG = r"</(?:\W?DSML\W)?(?:param|parameter|argument|arg_key|arg_value|value|function|invoke)>"
@@ -25,6 +26,9 @@ class Watches:
         # Of matches of equal length the first counts, so the general notation of a family comes last.
         every = self.notations[::-1]
         calling = [Marker("call", _in_fence(one.open), one, one.open.grows) for one in every]
+        # First characters of calls, other than of names, that count only at the beginning of a line.
+        lined = [one.open.pattern.pattern.removeprefix(LINE) for one in every if one.is_lined]
+        self.begin_line = frozenset(text[0] for one in lined for text in beginnings(one) if text) if lined else None
         fence = [Marker("fence", regex.compile(r"```\s*"))] if calling else []
         dropped = [Marker("drop", _in_fence(one), grows=one.grows) for one in template.drop] if calling else drop
         stray = [

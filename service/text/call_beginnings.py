@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from quire.service.output.marker_beginnings import beginnings, fixed, required
-from quire.service.output.notations import Notation
+from quire.service.output.notations import LINE, Notation
 from quire.service.output.regions import ResponseTemplate
 
 LEAST = 3  # minimum length of a text that shows where a call begins
@@ -17,7 +17,6 @@ _FIXED = re.compile(r"(?:\\\W|[^\s\\.^$*+?{}\[\]|()]){3,}(?![*+?{])")
 _OPTIONAL = re.compile(r"\((?:[^()\\]|\\.)*\)[?*]")
 _BEFORE_VALUE = re.compile(r"\\s\*[:=]$")  # separator of a key from its value
 NAMES = "\ue000"  # stands for the names of the tools
-_LINE = r"(?:\A\s*|\n[ \t]*)"  # beginning of a line, which no grammar can look for
 _LOOKS = re.compile(r"\(\?(?!:)")  # groups that no grammar knows, such as lookaheads
 
 
@@ -109,7 +108,7 @@ def _open_groups(pattern: str) -> int:
 
 def _plain(pattern: str) -> str:
     """Return a pattern that matches at least as many texts, without lookaheads, named groups and line beginnings."""
-    return re.sub(r"\(\?(?:=|P<\w+>)", "(?:", re.sub(r"\(\?![^()]*\)", "", pattern.replace(_LINE, "")))
+    return re.sub(r"\(\?(?:=|P<\w+>)", "(?:", re.sub(r"\(\?![^()]*\)", "", pattern.removeprefix(LINE)))
 
 
 def _shortest(responses: ResponseTemplate, head: str) -> str:
