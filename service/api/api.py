@@ -19,7 +19,7 @@ from quire.service.api import best_of
 from quire.service.api.adapters import ServedAdapter
 from quire.service.api.beams import beams_of, refuse_calls, searched, unserved
 from quire.service.api.bodies import ChatBody, CommonBody, CompletionBody, StreamOptions, TokenizeBody
-from quire.service.api.client_tools import allowed_tools, chat_tools
+from quire.service.api.client_tools import allowed_tools, chat_choice, chat_tools, custom_names
 from quire.service.api.decoding import decode_all
 from quire.service.api.echo import last_answer
 from quire.service.api.history import plain_messages
@@ -339,9 +339,10 @@ def tokenized_chat(
 
 
 def _with_functions(asked: ChatBody | TokenizeBody, skipped: Skipped) -> ToolRules:
-    """Remove tools that the answer may not call from a body.  Returns the rules of the rest.  Raises Refusal."""
+    """Turn the tools of a body that the answer may call into functions.  Returns their rules.  Raises Refusal."""
     tools, rules = chat_tools(asked.tools, skipped)
-    asked.tool_choice, asked.tools, rules = allowed_tools(asked.tool_choice, tools, rules)
+    choice, asked.tools, rules = allowed_tools(asked.tool_choice, tools, rules)
+    asked.tool_choice = chat_choice(choice)
     return rules
 
 
@@ -350,9 +351,10 @@ def parse_chat(
 ) -> ValidRequest:
     """Parse the body of POST /v1/chat/completions.  Raises Refusal."""
     asked, unknown = decode_all(body, ChatBody, "chat", config)
-    skipped = Skipped(config)
+    skipped, custom = Skipped(config), custom_names(asked.tools)
     rules = _with_functions(asked, skipped)
-    return chat_request(asked, config, served_name, timeout_s, served, (*unknown, *skipped.names()), rules)
+    valid = chat_request(asked, config, served_name, timeout_s, served, (*unknown, *skipped.names()), rules)
+    return msgspec.structs.replace(valid, custom=custom) if custom else valid
 
 
 def chat_request(

@@ -1,8 +1,8 @@
-"""Converts tools of /v1/responses and /v1/messages to functions of a chat, and names of calls in the answer back.
+"""Converts tools of all API formats to functions of a chat, and names of calls in the answer back.
 
     function             a function of the chat
     namespace            its functions, each named `namespace__function`; a call in the answer has both names again
-    custom               a function of one string, `input`; a call in the answer is a `custom_tool_call`
+    custom               a function of one string, `input`; in the answer, the input of a call is plain text again
     any other type       ignored, since only OpenAI or Anthropic can run it; 400 if `tool_choice` demands it
 
 The names are derived from the tools that the answer repeats, so a resumed answer converts its calls in the same way.
@@ -20,8 +20,10 @@ from quire.service.common.limits import shown
 from quire.service.common.refusal import bad_request, wrong_type
 from quire.service.common.surrogates import without_escaped_halves
 from quire.service.config import GatewayConfig
+from quire.service.output.json_repair import repaired
 
 Tool = dict[str, Any]
+CHAT_KINDS = ("function", "custom")  # kinds of a chat's tools; each describes itself in a field of this name
 INPUT = "input"  # the one argument of a custom tool
 JOINED = "__"  # separator of namespace and name, valid in names for chat templates and grammars
 CUSTOM_PARAMETERS = {
@@ -91,11 +93,7 @@ def functions_of(tools: list[Tool] | None, skipped: Skipped, config: GatewayConf
         if kind == "function":
             found.append(function_tool({**tool, "name": chat_name}, tool.get("parameters")))
         else:
-            form = tool.get("format")
-            if isinstance(form, dict) and form.get("type") not in (None, "text"):
-                skipped.add(f"{path}.format")  # the grammar is described to the model, but not enforced
-            described = {"name": chat_name, "description": _custom_description(tool)}
-            found.append(function_tool(described, CUSTOM_PARAMETERS))
+            found.append(_custom_tool(path, {**tool, "name": chat_name}, skipped))
         paths.append(path)
     return found, ToolRules(name="joined tool name", paths=tuple(paths))
 
@@ -108,9 +106,19 @@ def function_tool(tool: Tool, parameters: Any) -> Tool:
     return {"type": "function", "function": kept}
 
 
+def _custom_tool(path: str, tool: Tool, skipped: Skipped) -> Tool:
+    """Return a custom tool as a function of a chat.  `path`: its path in the body."""
+    form = tool.get("format")
+    if isinstance(form, dict) and form.get("type") not in (None, "text"):
+        skipped.add(f"{path}.format")  # the grammar is described to the model, but not enforced
+    return function_tool({"name": tool.get("name"), "description": _custom_description(tool)}, CUSTOM_PARAMETERS)
+
+
 def _custom_description(tool: Tool) -> str:
     """Return the description of a custom tool, with the grammar of its input if it has one."""
     description, form = tool.get("description"), tool.get("format")
+    if isinstance(form, dict) and isinstance(form.get("grammar"), dict):  # as in a chat
+        form = form["grammar"]
     parts = [description] if isinstance(description, str) else []
     if isinstance(form, dict) and isinstance(form.get("definition"), str):
         parts.append(f"The input must match this {form.get('syntax') or 'lark'} grammar:\n{form['definition']}")
@@ -149,7 +157,7 @@ def allowed_tools(given: Any, functions: Any, rules: ToolRules) -> tuple[Any, An
         value = str(shown(str(mode)))
         message = f"tool_choice.mode: must be one of auto, required, got '{value}'"
         raise bad_request("invalid_value", message, "tool_choice.mode", "auto, required", value)
-    named = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in tools]
+    named = [next((tool[key] for key in CHAT_KINDS if isinstance(tool.get(key), dict)), tool) for tool in tools]
     # Tools that OpenAI runs may have no name.
     names = [_chat_name(f"tool_choice.tools[{at}]", tool) for at, tool in enumerate(named) if "name" in tool]
     if not isinstance(functions, list):
@@ -177,8 +185,9 @@ def _function_name(tool: Any) -> str:
 
 def custom_input(arguments: str) -> str:
     """Return the input in the arguments of a custom tool's call; arguments of another form are the input itself."""
+    whole = repaired(arguments) if arguments.lstrip().startswith("{") else None  # a limit may have cut them
     try:
-        found = json.loads(without_escaped_halves(arguments), strict=False)
+        found = json.loads(without_escaped_halves(whole or arguments), strict=False)
     except (ValueError, RecursionError):
         return arguments
     if isinstance(found, dict) and isinstance(found.get(INPUT), str):
@@ -196,7 +205,9 @@ def custom_arguments(text: str) -> str:
 
 
 def chat_tools(tools: Any, skipped: Skipped) -> tuple[Any, ToolRules]:
-    """Return the functions among the tools of a chat, with their rules; tools of other types are ignored."""
+    """Return the tools of a chat as functions, with their rules.  Raises Refusal.
+
+    Custom tools become functions; tools of other types are ignored."""
     if not isinstance(tools, list):
         return tools, ToolRules()
     found: list[Any] = []
@@ -206,9 +217,29 @@ def chat_tools(tools: Any, skipped: Skipped) -> tuple[Any, ToolRules]:
         if kind == "function":
             found.append(tool)
             paths.append(f"tools[{at}]")
+        elif kind == "custom":
+            path = f"tools[{at}].custom"
+            if not isinstance(tool.get("custom"), dict):
+                raise wrong_type(path, "an object")
+            found.append(_custom_tool(path, tool["custom"], skipped))
+            paths.append(f"tools[{at}]")
         else:
             skipped.add(f"tools[{at}].{shown(str(kind))}")
     return found, ToolRules(paths=tuple(paths))
+
+
+def custom_names(tools: Any) -> frozenset[str]:
+    """Return the names of the custom tools among the tools of a chat."""
+    found = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    described = [tool.get("custom") for tool in found if tool.get("type") == "custom"]
+    return frozenset(one["name"] for one in described if isinstance(one, dict) and isinstance(one.get("name"), str))
+
+
+def chat_choice(given: Any) -> Any:
+    """Return the `tool_choice` of a chat with a custom tool named as the function that it becomes."""
+    if not isinstance(given, dict) or given.get("type") != "custom":
+        return given
+    return {"type": "function", "function": given.get("custom")}
 
 
 def message_tools(

@@ -14,6 +14,7 @@ import msgspec
 
 from quire.engine.wire.messages import Predictions, TokenLogprob
 from quire.service.api import beams, best_of, vllm_keys, whole_answers
+from quire.service.api.client_tools import custom_input
 from quire.service.api.logprobs import Columns, LogprobFormat
 from quire.service.api.position import Position
 from quire.service.api.usage import UsageCount
@@ -22,6 +23,7 @@ from quire.service.api.whole_answers import WholeChoice
 from quire.service.common.pacing import Pacer, Turns
 from quire.service.common.refusal import Refusal
 from quire.service.output.choice_delta import ChoiceDelta
+from quire.service.output.regions import CallDelta
 
 ONE_PART_BYTES = 64 * 1024  # a complete answer up to this size is one part
 
@@ -237,12 +239,20 @@ class Format:
         for new in delta.calls:
             call = found.setdefault(new.index, {"index": new.index})
             if new.name is not None:
-                call |= {"id": call_id(self.request_id, delta.choice, new.index), "type": "function"}
-                call["function"] = {"name": new.name, "arguments": new.arguments}
+                call |= self._call(delta.choice, new)
             else:
                 function = call.setdefault("function", {"arguments": ""})
                 function["arguments"] += new.arguments
         return list(found.values())
+
+    def _call(self, choice: int, call: CallDelta) -> dict[str, Any]:
+        """Return id, kind and name of a call, with the arguments in its first delta.
+
+        The call of a custom tool has only one delta."""
+        found = {"id": call_id(self.request_id, choice, call.index)}
+        if call.name in self._valid.custom:
+            return {**found, "type": "custom", "custom": {"name": call.name, "input": custom_input(call.arguments)}}
+        return {**found, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
     def _event(
         self,
@@ -352,9 +362,7 @@ class Format:
         """Return the JSON of each tool call of a choice."""
         found = []
         for new in whole.calls:
-            function = {"name": new.name, "arguments": new.arguments}
-            call = {"id": call_id(self.request_id, whole.choice, new.index), "type": "function", "function": function}
-            found.append(msgspec.Raw(msgspec.json.encode(call)))
+            found.append(msgspec.Raw(msgspec.json.encode(self._call(whole.choice, new))))
             await turns.pause()
         return found
 

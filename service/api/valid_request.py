@@ -66,6 +66,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     items: list[dict[str, Any]] = []  # /v1/responses: input items
     seals: bool = False  # /v1/responses: reasoning items have `encrypted_content`
     raw_messages: bool = False  # /v1/responses: the response has the text and ids of all tokens
+    custom: frozenset[str] = frozenset()  # chat: names of custom tools, whose input is plain text
     called: dict[str, Called] = {}  # /v1/responses: function name in the chat -> tool of the client, if they differ
     beams: Beams | None = None  # beam search; None: sampling
     best: int = 0  # `best_of`: number of most probable choices to return out of `n`; 0: all

@@ -9,6 +9,7 @@ held back and dropped likewise.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 import msgspec
 
@@ -41,12 +42,15 @@ class PartWriter:
     """Writes the parts of one answer.  `RegionReader` finds the markers and sets the open region (`field`)."""
 
     __slots__ = (
-        "_dropped", "_held", "_junk", "_keeps_text", "_new", "_strips_content",
+        "_dropped", "_held", "_junk", "_keeps_text", "_new", "_open", "_strips_content", "_unsplit",
         "after_call", "after_marker", "blank_line", "calls", "empty", "field",
     )  # fmt: skip
 
-    def __init__(self, *, keeps_text: bool, strips_content: bool) -> None:
-        """`keeps_text`: text outside of regions is content.  `strips_content`: drop its white space next to markers."""
+    def __init__(self, *, keeps_text: bool, strips_content: bool, unsplit: Collection[str] = ()) -> None:
+        """`keeps_text`: text outside of regions is content.  `strips_content`: drop its white space next to markers.
+
+        unsplit  names of tools whose calls become one delta once they are complete"""
+        self._unsplit, self._open = unsplit, CallDelta(-1, None, "")  # call that becomes one delta, or index -1
         self._keeps_text, self._strips_content = keeps_text, strips_content
         self.field: Field | None = None  # the open region; None: the content
         self.calls = 0  # number of calls
@@ -80,6 +84,7 @@ class PartWriter:
 
     def end(self, *, write_space: bool) -> None:
         """End the answer.  `write_space`: write the white space that is held back."""
+        self._pass_open()
         if write_space:
             self.append("".join(self._held))
         self._held, self._junk, self.field = [], [], None
@@ -106,22 +111,38 @@ class PartWriter:
         """Add new parts of calls, and text between calls.  `tools`: those of the request."""
         for name, arguments in parts:
             last = self._new[-1] if self._new else None
+            if name is not None:
+                self._pass_open()
             if name == TEXT:
                 self.append(arguments)
             elif name is not None:
-                self._new.append(CallDelta(self.calls, tools.own_name(name), arguments))
+                call = CallDelta(self.calls, tools.own_name(name), arguments)
                 self.calls += 1
+                if call.name in self._unsplit:
+                    self._open = call
+                else:
+                    self._new.append(call)
+            elif self._open.name is not None:
+                self._open.arguments += arguments
             elif isinstance(last, CallDelta):
                 last.arguments += arguments
             elif arguments:
                 self._new.append(CallDelta(self.calls - 1, None, arguments))
 
+    def _pass_open(self) -> None:
+        """Pass on the call that was held back until it is complete."""
+        if self._open.name is not None:
+            self._new.append(self._open)
+            self._open = CallDelta(-1, None, "")
+
     def begin_next_call(self) -> None:
         """Begin a call that has no opening marker of its own, since it follows another call."""
+        self._pass_open()
         self._dropped = ""
 
     def end_call(self) -> None:
         """End a call."""
+        self._pass_open()
         self._dropped = ""
         self.after_call = self.after_marker = True
         self.empty = False

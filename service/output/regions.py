@@ -54,6 +54,7 @@ class Reading(msgspec.Struct, frozen=True):
     opening: str  # the beginning of the assistant's message in the prompt, such as an opening marker of reasoning
     calls: bool = False  # the request has tools
     tools: list[dict[str, Any]] = []  # names of the tools and types of their arguments
+    unsplit: list[str] = []  # names of tools whose calls are passed on once they are complete
     parallel: bool = True  # allow several calls in an answer; otherwise the answer ends after the first call
 
 
@@ -112,7 +113,7 @@ class RegionReader:
         # First characters of calls that count only at the beginning of a line.
         self._initials = self._tools.initials | watches.begin_line if watches.begin_line is not None else frozenset()
         self._line = False  # the text up to here ends with a line end, and nothing of it is held back
-        self.out = PartWriter(keeps_text=template.keeps_text, strips_content=template.strips)
+        self.out = PartWriter(keeps_text=template.keeps_text, strips_content=template.strips, unsplit=reading.unsplit)
         self.ended = False  # True after the only call that the request allows
         # Text from position `_at` on is unread.  Of the text before it, one character is kept for lookbehind.
         self._text, self._at = "", 0

@@ -36,7 +36,10 @@ class AnswerRules:
             if (opening := responses.opening(tail)) is not None:
                 break
         tools = reduced(options.tools, nested=responses.nests) if responses.casts else []
-        return Reading(opening or "", calls=bool(options.tools), tools=tools, parallel=options.parallel)
+        unsplit = sorted(valid.custom)
+        return Reading(
+            opening or "", calls=bool(options.tools), tools=tools, unsplit=unsplit, parallel=options.parallel
+        )
 
     def reading_of_all(self, valid: ValidRequest, prompts: list[list[int]]) -> Reading | None:
         """Return the common `reading` of several prompts.  Raises Refusal if their readings differ."""

@@ -62,7 +62,12 @@ SKIPPED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"chat_template_kwargs": {"thinking": True, "enable_thinking": False}}, "chat_template_kwargs.thinking"),
     (CHAT, {"web_search_options": {}}, "web_search_options"),
     (CHAT, {"tools": [CHAT_SH, {"type": "web_search"}], "tool_choice": "auto"}, "tools[1].web_search"),
-    (CHAT, {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].custom"),
+    (CHAT, {"tools": [{"type": "custom", "custom": {"name": "x", "format": {"type": "text"}}}]}, ""),
+    (
+        CHAT,
+        {"tools": [{"type": "custom", "custom": {"name": "x", "format": {"type": "grammar"}}}]},
+        "tools[0].custom.format",
+    ),
     (CHAT, {"tools": [{**CHAT_SH, "type": None}]}, ""),
     (CHAT, {"tools": [CHAT_SH], "function_call": "auto"}, ""),
     (RESPONSES, {"truncation": "auto"}, ""),
@@ -212,6 +217,68 @@ async def test_calls_come_back_as_the_client_names_its_tools(
         prompt = tools_tokenizer.text_of(fake.seen[-1].token_ids, skip_special=False)
         name = f"{item['namespace']}__{item['name']}" if "namespace" in item else item["name"]
         assert f'"name": "{name}"' in prompt.partition("Hi<|im_end|>")[2]
+
+
+CHAT_PATCH: dict[str, Any] = {
+    "type": "custom",
+    "custom": {
+        "name": "apply_patch",
+        "description": "Edits files.",
+        "format": {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: /.+/"}},
+    },
+}
+
+
+@pytest.mark.parametrize("text", ['*** a\n"ü"', "", "{}", "\\"])
+async def test_calls_of_custom_tools_of_a_chat_have_plain_text(
+    serve: Serve, engine: EngineMaker, tools_tokenizer: Tokenizer, text: str
+) -> None:
+    served = await serve(tools_tokenizer)
+    asked = {"tools": [CHAT_SH, CHAT_PATCH], "max_tokens": 400}
+    written = called("apply_patch", input=text) + called("sh", cmd="ls") + called("apply_patch", input="b")
+    async with model(engine, says(tools_tokenizer, f"I patch.\n{written}")) as fake:
+        await settled(lambda: bool(served.streams.fleet.engines))
+        status, answer, header = await post(served.session, CHAT, **asked)
+        assert (status, header) == (200, "tools[1].custom.format"), answer
+        message = answer["choices"][0]["message"]
+        assert answer["choices"][0]["finish_reason"] == "tool_calls"
+        told = [{key: value for key, value in call.items() if key != "id"} for call in message["tool_calls"]]
+        assert told == [
+            {"type": "custom", "custom": {"name": "apply_patch", "input": text}},
+            {"type": "function", "function": {"name": "sh", "arguments": '{"cmd": "ls"}'}},
+            {"type": "custom", "custom": {"name": "apply_patch", "input": "b"}},
+        ]
+        async with served.session.post(CHAT, json={**BASE[CHAT], **asked, "stream": True}) as stream:
+            frames = (await stream.text()).removesuffix("data: [DONE]\n\n").split("\n\n")
+        deltas = [json.loads(frame.partition("data: ")[2])["choices"][0]["delta"] for frame in frames if frame]
+        streamed = [call for delta in deltas for call in delta.get("tool_calls") or ()]
+        customs = [call for call in streamed if "custom" in call]
+        assert [call["custom"] for call in customs] == [call["custom"] for call in told if "custom" in call]
+        assert all(call["type"] == "custom" and call["id"] for call in customs)
+        assert [call["index"] for call in customs] == [0, 2]
+        history = [
+            HI,
+            message,
+            *({"role": "tool", "tool_call_id": call["id"], "content": "ok"} for call in message["tool_calls"]),
+        ]
+        status, answer, _ = await post(served.session, CHAT, **{**asked, "messages": history})
+        assert status == 200, answer
+        prompt = tools_tokenizer.text_of(fake.seen[-1].token_ids, skip_special=False)
+        assert prompt.count('"name": "apply_patch"') == 1 + 2  # among the tools, and in the calls
+
+
+def test_a_custom_tool_of_a_chat_is_demanded_by_its_name(tools_tokenizer: Tokenizer) -> None:
+    choice: dict[str, Any] = {"type": "custom", "custom": {"name": "apply_patch"}}
+    valid = parsed(CHAT, tools=[CHAT_SH, CHAT_PATCH], tool_choice=choice)
+    assert (valid.options.demanded, valid.custom) == (["apply_patch"], frozenset({"apply_patch"}))
+    assert valid.options.tools[1]["function"]["description"].endswith("start: /.+/")
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [choice]}}
+    assert parsed(CHAT, tools=[CHAT_SH, CHAT_PATCH], tool_choice=allowed).options.demanded == ["apply_patch"]
+    for broken in ({"type": "custom"}, {"type": "custom", "custom": {"name": 1}}):
+        with pytest.raises(Refusal, match=r"^tools\[0\]"):
+            parsed(CHAT, tools=[broken])
+        with pytest.raises(Refusal, match=r"^tool_choice"):
+            parsed(CHAT, tools=[CHAT_PATCH], tool_choice=broken)
 
 
 def test_a_custom_tool_shows_the_model_its_grammar(tools_tokenizer: Tokenizer) -> None:
