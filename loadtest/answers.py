@@ -1,4 +1,4 @@
-"""Read an answer's server-sent events, and decide when to retry a refused request.  Every client here uses it.
+"""Parse an answer's server-sent events, and decide when to retry a refused request.  Every client here uses it.
 
 Pure: times are arguments, in seconds of any one clock.
 """
@@ -56,14 +56,14 @@ _decode = msgspec.json.Decoder(_Event).decode
 class Answer:
     """The text received so far from a stream of server-sent events, and its arrival times.
 
-    Only events with text count.  An event's time is that of the block that contained it.  Several tokens may share an
-    event.  Several events may share a block: their gaps are then 0, as a reader sees them."""
+    Only events with text count.  An event's time is the arrival of the block of bytes that contained it.  An event may
+    have several tokens.  Several events may share a block: their gaps are then 0, as for a reader."""
 
     def __init__(self) -> None:
         self.times: list[float] = []  # arrival times of the events with text
-        self.gaps: list[float] = []  # between events with text of the same choice
+        self.gaps: list[float] = []  # seconds between events with text of the same choice
         self.text: list[str] = []
-        self.tokens: int | None = None  # as the server counts them; None until it reports usage
+        self.tokens: int | None = None  # output tokens reported by the server; None until it reports usage
         self.cached: int | None = None  # prompt tokens found in the server's prefix cache; None until it reports them
         self.error: str | None = None
         self.done = False  # [DONE] has arrived

@@ -1,4 +1,6 @@
-"""A threefold burst on a busy server, once per way to handle it: two lanes, one queue, another mode, vLLM.
+"""A threefold burst on a busy server, once per system: two lanes, one queue, another admission mode, vLLM.
+
+The on-time lane has requests whose estimated wait meets the TTFT target, the late lane the others.
 
     python -m quire.loadtest burst DIR                                                    42M model on a CPU
     python -m quire.loadtest burst DIR --shape llama-8b --kv-tokens 40960 --scale 1       8B shape on a GPU
@@ -38,7 +40,9 @@ from quire.loadtest.checkpoint import COUNTDOWN, make_shape, prepare, read_count
 from quire.loadtest.server import MODEL_NAME, Server, ServerError, serve, serve_vllm
 
 Serve = Callable[..., AbstractContextManager[Server]]  # called with a model and flags, as `serve`
-MODES: dict[str, Serve] = {"threshold": serve}  # admission modes other than the default, and what starts a server
+MODES: dict[str, Serve] = {
+    "threshold": serve
+}  # admission mode other than the default -> function that starts a server with it
 LOADS = ("known", "cold", "warm")
 BLOCK = 16
 START_S, VLLM_START_S, DRAIN_S, STOP_S = 8, 60, 70, 2  # seconds of a run's phases, for the estimate of its duration
@@ -52,7 +56,7 @@ class Run:
     system: str
     load: str
     seed: int
-    server: str  # command that starts the server, for display and to recognise a result of the same server
+    server: str  # command that starts the server, shown and compared with that of earlier results
     start: Callable[[], AbstractContextManager[Server]]
     words: tuple[str, ...]  # options of `replay`, without the URL
     warm_words: tuple[str, ...] = ()  # options of the warm-up replay before it; (): none
@@ -66,15 +70,17 @@ def add_arguments(parser: argparse.ArgumentParser, modes: dict[str, Serve] = MOD
     parser.set_defaults(modes=modes)
     parser.add_argument("model", type=Path, metavar="DIR", help="directory of the model; made there if empty")
     parser.add_argument(
-        "--shape", choices=shapes.CONFIGS, help="make this shape in DIR; the engine makes up its weights; default: 42M"
+        "--shape", choices=shapes.CONFIGS, help="make this shape in DIR; the engine makes random weights; default: 42M"
     )
     parser.add_argument(
         "--systems",
         default="lanes,fifo",
         help=f"of {', '.join(systems_of(modes))}; default lanes,fifo. lanes: the defaults",
     )
-    parser.add_argument("--loads", default=",".join(LOADS), help="of known, cold and warm; default: all")
-    parser.add_argument("--seeds", default="1,2,3", help="one run of everything for each; default 1,2,3")
+    parser.add_argument("--loads", default=",".join(LOADS), help="loads, from known, cold and warm; default: all")
+    parser.add_argument(
+        "--seeds", default="1,2,3", help="seeds; all systems and loads run once per seed; default 1,2,3"
+    )
     parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM's CPU build; first seed only")
     parser.add_argument("--server", default="", help="options of every `quire serve`, in one string")
     parser.add_argument("--lanes-server", default="", help="further options of `lanes`")
@@ -99,17 +105,23 @@ def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scale", type=float, default=0.48, help="factor on ShareGPT-like lengths; default 0.48: 77 tokens in, 162 out"
     )
-    parser.add_argument("--use", type=float, default=0.8, help="pool use at the base rate, 0 to 1; default 0.8")
-    parser.add_argument("--rate", type=float, help="base requests per second; default: calibrated for --use")
-    parser.add_argument("--peak-factor", type=float, default=3.0, help="rate of the burst over the base; default 3")
+    parser.add_argument(
+        "--use", type=float, default=0.8, help="KV-cache utilisation at the base rate, 0 to 1; default 0.8"
+    )
+    parser.add_argument(
+        "--rate", type=float, help="base requests per second; default: the rate with the utilisation of --use"
+    )
+    parser.add_argument("--peak-factor", type=float, default=3.0, help="rate of the burst / base rate; default 3")
     parser.add_argument("--seconds", type=float, default=20.0, help="seconds before the burst; default 20")
     parser.add_argument("--peak-seconds", type=float, default=30.0, help="seconds of the burst; default 30")
     parser.add_argument("--after-seconds", type=float, default=15.0, help="seconds after the burst; default 15")
     parser.add_argument("--warm-requests", type=int, default=200, help="requests before a warm run; default 200")
     parser.add_argument("--retry", default="obey", help="as in replay: reaction to a refusal; default obey")
     parser.add_argument("--drain", type=float, default=240.0, help="seconds to wait for the last answers; default 240")
-    parser.add_argument("--slo-ttft", type=float, default=2.0, help="limit of an on-time first token, s; default 2")
-    parser.add_argument("--slo-itl", type=float, default=0.2, help="limit of a mean time a token, s; default 0.2")
+    parser.add_argument(
+        "--slo-ttft", type=float, default=2.0, help="maximum time to first token of an on-time request, s; default 2"
+    )
+    parser.add_argument("--slo-itl", type=float, default=0.2, help="maximum mean time per token, s; default 0.2")
 
 
 def systems_of(modes: Iterable[str]) -> tuple[str, ...]:
@@ -125,7 +137,7 @@ def chosen(args: argparse.Namespace) -> tuple[list[str], list[str], list[int]]:
     if not all(seed.isdecimal() for seed in seeds):
         raise SystemExit(f"--seeds: {args.seeds!r} must be whole numbers >= 0 with commas between them")
     if args.shape and args.vllm_python:
-        raise SystemExit("--vllm-python: vLLM cannot make up the weights of --shape")
+        raise SystemExit("--vllm-python: vLLM cannot make random weights for --shape")
     return systems, loads, list(map(int, seeds))
 
 

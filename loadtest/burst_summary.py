@@ -1,6 +1,6 @@
-"""The table of `python -m quire.loadtest burst`: medians over seeds, a block for each load, and the goals.
+"""The table of `python -m quire.loadtest burst`: medians over seeds, one block per load, and the targets.
 
-Pure: results in, figures and text out.
+Pure: results in, measurements and text out.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 from quire.loadtest.report import look_up, show
 
-GAP_S = 0.1  # the longest gap that a stream may have
+GAP_S = 0.1  # target: maximum gap of a stream, seconds
 ORACLE = ("simulated", "bound", "without_lengths")  # shares of `loadtest.studies oracle`
 
 
 @dataclass(frozen=True)
 class Column:
-    """A figure of the summary, in a unit of report.show().  `limits`: load -> (lowest, highest) of the goal."""
+    """A measurement in the summary, in a unit of report.show().  `limits`: load -> (minimum, maximum) of the target."""
 
     name: str
     path: str
@@ -84,7 +84,7 @@ def median(values: Sequence[float | None]) -> float | None:
 
 
 def compared(result: dict[str, Any], fifo: dict[str, Any] | None, oracle: dict[str, Any] | None) -> dict[str, Any]:
-    """Return a run's figures divided by those of `fifo` with the same load and seed, and by the oracle's.
+    """Return a run's measurements divided by those of `fifo` with the same load and seed, and by the oracle's.
 
     oracle: {"burst": {"simulated": share, "bound": share, "without_lengths": share}, "all": {...}}, the output of
     `loadtest.studies oracle --json`."""
@@ -104,7 +104,7 @@ def compared(result: dict[str, Any], fifo: dict[str, Any] | None, oracle: dict[s
 
 
 def page(results: Sequence[dict[str, Any]], oracles: dict[int, dict[str, Any] | None]) -> dict[str, Any]:
-    """Return runs, oracles, and load -> system -> figure -> median over seeds."""
+    """Return runs, oracles, and load -> system -> measurement -> median over seeds."""
     by_key = {(result["load"], result["system"], result["seed"]): result for result in results}
     runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for (load, system, seed), result in by_key.items():
@@ -125,7 +125,7 @@ def page(results: Sequence[dict[str, Any]], oracles: dict[int, dict[str, Any] | 
 
 
 def goals(found: dict[str, Any]) -> list[str]:
-    """Return a line for each goal of system `lanes`: its name, the measured value, the limit, and the verdict."""
+    """Return a line for each target of system `lanes`: its name, the measured value, the limit, and the verdict."""
     lines = []
     for load, systems in found["figures"].items():
         if "lanes" not in systems:
@@ -140,7 +140,7 @@ def goals(found: dict[str, Any]) -> list[str]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return a table for each load with a line per figure and a column per system, then the goals."""
+    """Return a table for each load with a line per measurement and a column per system, then the targets."""
     lines = []
     for load, systems in found["figures"].items():
         counts = found["seeds"][load]

@@ -1,9 +1,9 @@
-"""Find the rate that keeps a server's KV cache at a given use: a closed loop with a fixed number of clients.
+"""Find the request rate with a given KV-cache utilisation, by a closed loop with a fixed number of clients.
 
     mean blocks of a running sequence ──> clients that fill `use` of the pool ──> their tokens/s ──> requests/s
 
-An open loop at a guessed rate would need minutes for the same answer: the number of running sequences wanders, and the
-pool's use with it.  Here only their sizes vary.
+An open loop at a guessed rate would need minutes, because the number of running sequences, and with it the utilisation,
+fluctuates.  Here only the sizes of sequences vary.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RAMP_S, MEASURE_S = 12.0, 20.0
 class Calibration:
     rate: float  # requests per second
     clients: int
-    kv: float | None  # mean use of the pool that was measured, 0 to 1
+    kv: float | None  # measured mean utilisation of the KV cache, 0 to 1
     tokens_per_s: float
 
     def describe(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def tokens_between(records: Sequence[Record], begin: float, end: float) -> float
 async def closed_loop(
     options: Options, jobs: Sequence[Job], clients: int, ramp_s: float, measure_s: float
 ) -> tuple[float, float | None]:
-    """Keep `clients` requests open for `ramp_s` + `measure_s`; return tokens/s and mean KV-cache use in `measure_s`.
+    """Keep `clients` requests open for `ramp_s` + `measure_s`; return tokens/s and mean utilisation in `measure_s`.
 
     Raises RuntimeError with the first error if a request fails."""
     end = ramp_s + measure_s
@@ -89,9 +89,9 @@ async def closed_loop(
 
 
 def calibrate(options: Options, jobs: Sequence[Job], blocks: int, block_size: int, use: float) -> Calibration:
-    """Return the rate at which requests like `jobs` keep the fraction `use` of the pool in use.
+    """Return the request rate at which requests like `jobs` have the mean KV-cache utilisation `use`.
 
-    The rate is corrected in proportion to the measured use."""
+    The rate is corrected in proportion to the measured utilisation."""
     clients = clients_for(jobs, blocks, block_size, use)
     tokens_per_s, kv = asyncio.run(closed_loop(options, jobs, clients, RAMP_S, MEASURE_S))
     rate = tokens_per_s * len(jobs) / sum(job.output_len for job in jobs)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 VOCAB = 16_000
 SOURCES = 200  # source files that train the tokenizer: enough for VOCAB tokens
 COUNTDOWN = "countdown.json"  # file of a model's directory: see countdown_heads()
-LONGEST = 4096  # tokens of the longest answer that a countdown can end
-EMBEDDING_STD = 8.0  # standard deviation of countdown models; the layers of a random model add at most about 10 to it
+LONGEST = 4096  # maximum tokens of an answer that a countdown can end
+EMBEDDING_STD = 8.0  # standard deviation of the embedding in countdown models; random layers add about 10 to it at most
 HEAD_STD = 0.02
 
 
@@ -108,7 +108,7 @@ def write_countdown(directory: Path, end: int, spoken: list[int]) -> list[int]:
 def countdown_heads(vocab: int, hidden: int, ids: list[int], mute: list[int]) -> tuple[Tensor, Tensor]:
     """Return embedding and output layer, each [vocab, hidden] of float32, with which a greedy model counts down.
 
-    The server cannot know the length of such an answer, and the whole model is still computed:
+    The server cannot know the length of such an answer, and still computes the complete model:
 
         prompt ... ids[3]  ->  ids[2]  ->  ids[1]  ->  ids[0], the end of sequence
 
@@ -152,5 +152,5 @@ def split_by_text(words: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]
 
 
 def has_text(decoded: str) -> bool:
-    """Return whether a server can send the text at once: part of a character waits for its other bytes."""
+    """Return whether a server can send the text at once: an incomplete character waits for its other bytes."""
     return bool(decoded) and "\ufffd" not in decoded

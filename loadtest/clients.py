@@ -22,7 +22,7 @@ FIELDS = ("tenant", "priority", "timeout_s", "retry")
 
 @dataclass(frozen=True)
 class ClientProfile:
-    """What a request's client sends besides its prompt.  An empty field is not sent."""
+    """Fields that a request's client sends besides its prompt.  Empty fields are not sent."""
 
     tenant: str = ""  # selects the API key; "": the key of --api-key-env, if any
     priority: str | int | None = None  # one of PRIORITIES or PRIORITY_RANGE, lower first
@@ -34,7 +34,7 @@ ANONYMOUS = ClientProfile()
 
 
 class ProfileError(ValueError):
-    """A value is not valid. The text has the value and what it must be.  The caller adds where it was given."""
+    """An invalid value.  The message has the value and the valid values; the caller adds the option or field."""
 
 
 def parse_priority(text: str) -> str | int:

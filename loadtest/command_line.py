@@ -1,4 +1,4 @@
-"""How every command of this package starts: options, a description, SIGTERM.
+"""Start-up of every command of this package: options, description, SIGTERM.
 
 A command is a module with `add_arguments(parser)`, which declares its options, and `main(args, command)`, which runs it
 and returns the exit status.  `command` is the text that a result records.

@@ -1,4 +1,4 @@
-"""The measured values of the pages, read from result files: compare them, or rewrite the pages.
+"""Compare the measured values on the pages with the result files, or rewrite the pages.
 
     python -m quire.loadtest figures            write each page's values from loadtest/results/
     python -m quire.loadtest figures --check    exit status 1 if a page and its files differ, or a number has no file
@@ -23,9 +23,9 @@ from quire.loadtest.pages import CLOSE, OPEN, Results, benchmarks, locality, qua
 
 PAGES: tuple[ModuleType, ...] = (readme, benchmarks, scaling, quantisation, locality)
 VALUE = r"-?\d[\d,]*(?:\.\d+)?"  # a measured value on a page
-# A number that stands alone: not 8B, H200, int8, x86-64, #3 or a version's third part.
+# A number without adjacent letters: not 8B, H200, int8, x86-64, #3 or the third part of a version.
 NUMBER = re.compile(r"(?<![\w.#^/-])\d[\d,]*(?:\.\d+)?(?!\w|\.\d|[-‑](?=\w))")
-# Not read: the table of result files, code blocks, code spans, targets of links, comments, numbers of list items.
+# Skipped: the table of result files, code blocks, code spans, targets of links, comments, numbers of list items.
 UNREAD = re.compile(
     r"<!-- result files.*?<!-- end|^```.*?^```|^    .*?$|`[^`]*`|\]\([^)]*\)|<!--.*?-->|^\s*\d+\. |^#.*?$",
     re.MULTILINE | re.DOTALL,
@@ -36,9 +36,9 @@ SOURCES = ("<!-- result files: written by `python -m quire.loadtest figures` -->
 
 @dataclass
 class Compared:
-    """One page against its files."""
+    """The comparison of one page with its result files."""
 
-    text: str  # the page with the files' values
+    text: str  # the page's text with the values of the files
     errors: list[str] = field(default_factory=list)
 
 
@@ -55,7 +55,7 @@ def pattern(line: str, *, exact: bool) -> re.Pattern[str]:
 
 
 def compare(text: str, lines: list[str], facts: list[str]) -> Compared:
-    """Compare a page's text with its lines, and put the files' values where they differ."""
+    """Compare a page's text with the lines of its module, and insert the files' values where they differ."""
     errors = []
     for line in lines:
         if len(pattern(line, exact=True).findall(text)) == 1:
@@ -74,12 +74,12 @@ def compare(text: str, lines: list[str], facts: list[str]) -> Compared:
 
 
 def unfiled(text: str, lines: list[str], facts: list[str]) -> Iterator[str]:
-    """Yield an error for each number that no line and no fact has, and for each fact that the page has lost."""
+    """Yield an error for each number in no line and no fact, and for each fact that the page lacks."""
     known = [match.span() for line in lines for match in pattern(line, exact=True).finditer(text)]
     for fact in facts:
         spans = [match.span() for match in pattern(fact.replace("#", f"{OPEN}{CLOSE}"), exact=False).finditer(text)]
         if not spans:
-            yield f"FACTS has a text that the page has not: {fact}"
+            yield f"FACTS has a text that the page lacks: {fact}"
         known += spans
     read = UNREAD.sub(lambda match: re.sub(r"\S", " ", match.group()), text)
     for match in NUMBER.finditer(read):

@@ -1,4 +1,4 @@
-"""Users for Locust: each waits for its answer before it sends its next request.
+"""Users for Locust (closed loop): each waits for its answer before it sends its next request.
 
     python -m locust -f loadtest/locustfile.py --headless --host URL --users 20 --run-time 120 [--load-shape burst]
     python -m locust -f loadtest/locustfile.py Chat Rag --host URL     # only these kinds, with Locust's own page
@@ -6,8 +6,8 @@
 Each kind of user has its own entries: ttft, itl, e2e in milliseconds, "refused 429", "failed".  ttft counts from the
 first attempt, pauses included; itl is the time between events.
 
-This loop is closed: users of a slower server send less, so the load shrinks.  Real users do the same.  So percentiles
-under overload are measured with `python -m quire.loadtest replay`, which is open.
+Users of a slower server send fewer requests, so the load shrinks, as with real users.  So percentiles under overload
+are measured with `python -m quire.loadtest replay`, an open loop.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class Rag(Person):
 
 
 class Agent(Chat):
-    """A growing conversation: each turn's prompt starts with the whole turn before it, answer included."""
+    """A growing conversation: each turn's prompt starts with the complete previous turn, answer included."""
 
     weight = 1
 

@@ -30,7 +30,7 @@ def describe() -> dict[str, Any]:
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
-        "load_average": round(os.getloadavg()[0], 1),  # programs that want a core, this one included
+        "load_average": round(os.getloadavg()[0], 1),  # load average of one minute, this program included
         **({"gpu": gpu} if (gpu := gpu_name()) else {}),
         "python": platform.python_version(),
         **versions,
@@ -58,7 +58,7 @@ def cpu_name() -> str:
 
 
 def gpu_name() -> str:
-    """Return name, memory and driver of the first GPU in nvidia-smi's words; "" without a GPU."""
+    """Return name, memory and driver of the first GPU as nvidia-smi prints them; "" without a GPU."""
     query = ["nvidia-smi", "--id=0", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()

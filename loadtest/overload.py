@@ -1,6 +1,6 @@
-"""Figures of an overload: requests served in time, idle memory while requests wait, and the step times behind them.
+"""Measurements of an overload: on-time requests, idle memory while requests wait, and fitted step times.
 
-Like stats.py, it only computes on its arguments.  All times are seconds since the run began.
+Pure, like stats.py: functions depend on their arguments only.  All times are seconds since the run began.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import numpy as np
 
 from quire.loadtest.stats import Record, Sample, Slo, spread
 
-FIT_WINDOW_S = 1.0  # windows of the fit: several steps each, and short compared with a burst
+FIT_WINDOW_S = 1.0  # length of a window of the fit in seconds: several steps, but short compared with a burst
 BEFORE_BURST_S = 5.0  # the pool's use is averaged over this time before the burst
 
 
 def figures(
     records: Sequence[Record], samples: Sequence[Sample], slo: Slo, windows: dict[str, tuple[float, float]]
 ) -> dict[str, Any]:
-    """Return the figures that compare ways to handle an overload.
+    """Return the measurements that compare systems under overload.
 
-    on_time: the share of requests whose TTFT and mean gap are within `slo`, for each phase and for the complete run.  A
-    request that got no answer counts as late."""
+    on_time: the share of requests whose TTFT and mean gap are within `slo`, per phase and for the complete run.  A
+    request without an answer counts as late."""
     firsts = [record.times[0] for record in records if record.times]
     preempted = _growth([sample.preemptions for sample in samples if sample.preemptions is not None])
     burst = windows.get("burst")
@@ -64,7 +64,7 @@ def _mean_kv(samples: Sequence[Sample], window: tuple[float, float]) -> float | 
 
 
 def waiting(samples: Sequence[Sample]) -> dict[str, float | None]:
-    """Return the seconds in which requests waited, the KV cache's mean use in that time, and idle_pool_s.
+    """Return the seconds in which requests waited, the mean KV-cache utilisation in that time, and idle_pool_s.
 
     A sample stands for the time until the next sample.  idle_pool_s is the integral of the KV cache's unused fraction
     over that time: 10 s at 90 % use give 1."""
@@ -108,7 +108,7 @@ def step_time(records: Sequence[Record], samples: Sequence[Sample]) -> dict[str,
     token in each step, so a step takes window * running / tokens.  Least squares without negative coefficients.
     Returns None with fewer than ten windows.
 
-    row cannot be told from fixed if the number of running sequences hardly changes; their sum is right even then."""
+    row cannot be separated from fixed if the number of running sequences hardly changes; their sum is still right."""
     rows = list(_observations(records, samples))
     if len(rows) < 10:
         return None

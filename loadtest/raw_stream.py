@@ -1,7 +1,7 @@
 """The cheapest reader of an answer: one socket, no HTTP client, no JSON.
 
-Measurements of the gateway read 50,000 events per second on the cores that they measure, where parsing would cost more
-than the gateway itself.  All other measurements read streams by loadtest/replay.py.
+Measurements of the gateway read 50,000 events per second on the same cores, where parsing would cost more than the
+gateway itself.  All other measurements read streams by loadtest/replay.py.
 """
 
 from __future__ import annotations

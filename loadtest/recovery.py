@@ -1,4 +1,4 @@
-"""How long streams pause when the engine is killed, and which parts of the restart take the time.
+"""The pause of streams after a kill of the engine, and the time of each part of the restart.
 
     python -m quire.loadtest recovery MODEL [--streams 32] [--kills 4] [--second-after 4] [--server=--threads=1]
 
@@ -39,8 +39,8 @@ from quire.loadtest import command_line, machine, shapes
 from quire.loadtest.checkpoint import make_llama_42m, prepare
 from quire.loadtest.server import MODEL_NAME, Server, engine_processes, serve
 
-LIMIT_S = 120.0  # seconds for each condition to become true
-CONTEXT = 8192  # tokens, of the shapes
+LIMIT_S = 120.0  # maximum seconds until a condition holds
+CONTEXT = 8192  # context length of shapes, in tokens
 POLL_S = 0.005
 PART = re.compile(r"([a-zA-Z][a-zA-Z ]*?) (\d+\.\d+) s")
 
@@ -289,7 +289,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--warm", type=int, default=100, help="tokens of each stream before and after a kill; default 100"
     )
     parser.add_argument("--tokens", type=int, default=1000, help="tokens of each answer; default 1000")
-    parser.add_argument("--kills", type=int, default=4, help="two in a round, each round with new streams; default 4")
+    parser.add_argument(
+        "--kills", type=int, default=4, help="number of kills, two per round, each round with new streams; default 4"
+    )
     parser.add_argument(
         "--second-after", type=float, default=4.0, help="seconds from the recovery to the second kill; default 4"
     )

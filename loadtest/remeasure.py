@@ -30,7 +30,7 @@ class Measurement:
 
     name: str  # result file, without .json
     words: str  # module and its options
-    minutes: float  # about, on the machine of its device
+    minutes: float  # approximate duration on a machine with its device
     device: str = "cpu"
     written: str = ""  # path of the command's result, if not in loadtest/results/
 

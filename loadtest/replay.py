@@ -53,15 +53,15 @@ class Options:
     model: str
     metrics_url: str
     text: bool = False  # prompts are words, about a token each, for servers that take no token ids
-    vocab_size: int = 500  # bound of the prompts' token ids; small enough for any model
+    vocab_size: int = 500  # exclusive maximum of the prompts' token ids; small enough for any model
     ignore_eos: bool = True
-    ask_tokens: int = 0  # max_tokens of every request; 0: the answer's own length, which the server then knows
+    ask_tokens: int = 0  # max_tokens of every request; 0: the actual length of its answer, which the server then knows
     eos_id: int = 0  # ends an answer that is shorter than ask_tokens
     # ids[n] as the last token of a prompt makes an answer of n tokens (loadtest/checkpoint.py); (): logit_bias ends it.
     countdown: tuple[int, ...] = ()
     api_key: str = ""
     keys: dict[str, str] = field(default_factory=dict)  # tenant -> key
-    timeout_s: float = 600.0  # longest silence in a stream
+    timeout_s: float = 600.0  # maximum silence of a stream, seconds
     drain_s: float = math.inf  # a request fails if it is not complete this long after the last one was due
     seed: int = 0
 
@@ -220,9 +220,9 @@ async def replay(
 
 @contextlib.contextmanager
 def _young_collections() -> Iterator[None]:
-    """A context in which Python's collector does not walk through everything that a replay keeps.
+    """A context without full garbage collections, which would visit all records of the replay.
 
-    3,000 requests keep a million times of tokens.  A walk takes 0.2 s, and would be measured as a gap in a stream."""
+    3,000 requests have a million arrival times.  A collection takes 0.2 s, which would be measured as a gap."""
     thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -278,7 +278,7 @@ async def _watch(session: aiohttp.ClientSession, url: str, samples: list[Sample]
 
 
 async def first_model(url: str, api_key: str) -> str:
-    """Return the first model that the server lists.  Raises SystemExit with one line if the request fails."""
+    """Return the first model in the server's list.  Raises SystemExit with one line if the request fails."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         async with (
@@ -319,12 +319,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocab-size", type=int, default=500, help="prompts use token ids below this; default 500")
     parser.add_argument("--respect-eos", action="store_true", help="let answers end early: send no ignore_eos")
     parser.add_argument("--api-key-env", help="environment variable with the server's API key")
-    parser.add_argument("--timeout", type=_positive, default=600.0, help="longest silence of a stream, s; default 600")
+    parser.add_argument("--timeout", type=_positive, default=600.0, help="maximum silence of a stream, s; default 600")
     parser.add_argument(
         "--drain", type=_positive, default=math.inf, help="seconds to wait for the last answers; default: for all"
     )
-    parser.add_argument("--slo-ttft", type=_positive, default=2.0, help="goal: time to first token, s; default 2")
-    parser.add_argument("--slo-itl", type=_positive, default=0.2, help="goal: mean time a token, s; default 0.2")
+    parser.add_argument(
+        "--slo-ttft", type=_positive, default=2.0, help="target for the time to first token, s; default 2"
+    )
+    parser.add_argument(
+        "--slo-itl", type=_positive, default=0.2, help="target for the mean time per token, s; default 0.2"
+    )
     parser.add_argument("--note", default="", help="text for the result, such as how the server was started")
     parser.add_argument("--out", type=Path, default=Path("replay.json"), help="file of the result; default replay.json")
     parser.add_argument("--raw", type=Path, help="file for every request with all its times, as JSON lines")
@@ -336,11 +340,11 @@ def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, help="file of JSON lines that replaces the workload")
     parser.add_argument("--scale", type=_positive, default=1.0, help="factor on the workload's lengths; default 1")
     parser.add_argument("--context", type=int, help="context of the model in tokens: longer requests are shortened")
-    parser.add_argument("--rate", type=_positive, default=5.0, help="requests a second; default 5")
+    parser.add_argument("--rate", type=_positive, default=5.0, help="requests per second; default 5")
     parser.add_argument(
         "--seconds", type=_positive, default=60.0, help="length of the run, or of the phase before a burst; default 60"
     )
-    parser.add_argument("--peak", type=_positive, help="requests a second of a burst between two phases at --rate")
+    parser.add_argument("--peak", type=_positive, help="requests per second of a burst between two phases at --rate")
     parser.add_argument("--peak-seconds", type=_positive, default=30.0, help="length of the burst; default 30")
     parser.add_argument("--after-seconds", type=_positive, help="length of the phase after it; default: --seconds")
     parser.add_argument("--burstiness", type=_positive, default=1.0, help="shape of gamma arrivals; default 1: Poisson")
@@ -357,7 +361,7 @@ def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="directory of the served model, if its prompts decide how long greedy answers are: "
-        "--ask-tokens then needs no min_tokens and no logit_bias, which tell a server the length",
+        "--ask-tokens then needs no min_tokens and no logit_bias, which would reveal the length",
     )
 
 
@@ -366,7 +370,7 @@ def _add_client_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--retry", default="obey", help="reaction to 429 and 503: obey, ignore, never, or shares of them; default obey"
     )
-    parser.add_argument("--tenants", help="shares of tenants: loud=10,quiet=1; default: one without a name")
+    parser.add_argument("--tenants", help="shares of tenants: loud=10,quiet=1; default: one tenant without a name")
     parser.add_argument("--only", default="", help="send one tenant's requests and leave out all others")
     parser.add_argument("--keys", type=Path, help='TOML file of the tenants\' API keys: quiet = "..."')
     parser.add_argument("--priorities", help="shares of priorities: high=1,normal=8,low=1, or whole numbers")
@@ -404,7 +408,7 @@ def arrivals_of(args: argparse.Namespace) -> tuple[list[Phase], list[Arrival]]:
     arrivals = workloads.assign_clients(arrivals, _mix(args), args.seed, args.only)
     if not arrivals:
         whose = f" for tenant {args.only}" if args.only else ""
-        raise SystemExit(f"no request arrives{whose} in {sum(p.seconds for p in plan):g} s at {args.rate:g} a second")
+        raise SystemExit(f"no request arrives{whose} in {sum(p.seconds for p in plan):g} s at {args.rate:g} per second")
     return plan, workloads.clip(arrivals, args.context) if args.context else arrivals
 
 
@@ -561,7 +565,7 @@ def show(figures: dict[str, Any]) -> None:
     good, refusals, server = figures["goodput"], figures["refusals"], figures["server"]
     print(
         f"{figures['completed']} of {figures['requests']} completed, {figures['failed']} failed, "
-        f"{good['fraction']:.1%} within {good['slo_ttft_s']:g} s and {good['slo_mean_itl_s']:g} s a token"
+        f"{good['fraction']:.1%} within {good['slo_ttft_s']:g} s and {good['slo_mean_itl_s']:g} s per token"
     )
     if hits := figures["prefix_hits"]:
         print(f"prefix hits {hits['rate']:.1%} of {hits['prompt_tokens']:,} prompt tokens")

@@ -1,9 +1,9 @@
-"""Plots and figures of one replay result, or of two, and whether the second is worse than the first.
+"""Plots and measurements of one or two replay results, and whether the second is worse than the first.
 
     python -m quire.loadtest report A.json [B.json] [--out report.png] [--tolerance 0.1]
 
-Prints the figures, and draws the plots with matplotlib (`pip install 'quire[report]'`) into a png, svg or pdf file.
-Exit status: 0; 1 if B is worse than A; 2 if they cannot be compared or drawn.
+Prints the measurements, and draws the plots with matplotlib (`pip install 'quire[report]'`) into a png, svg or pdf
+file.  Exit status: 0; 1 if B is worse than A; 2 if they cannot be compared or drawn.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class ResultError(ValueError):
 
 @dataclass(frozen=True)
 class Judged:
-    """A figure of the table, and how it is judged."""
+    """A measurement in the table, and how it is judged."""
 
     name: str
     path: str  # dotted path into the results
     unit: str  # ms (stored in seconds), %, or text printed after the number
     better: int  # 1: more is better, -1: less is better, 0: not judged
-    noise: float  # a difference that never counts, in the stored unit
+    noise: float  # largest difference that is ignored, in the stored unit
 
 
 JUDGED = (
@@ -100,14 +100,14 @@ def same_work(a: dict[str, Any], b: dict[str, Any]) -> None:
     for field in ("slo_ttft_s", "slo_mean_itl_s"):
         limit, given = a["figures"]["goodput"].get(field), b["figures"]["goodput"].get(field)
         if limit != given:
-            raise ResultError(f"not the same goal: {field} is {limit} in A, {given} in B")
+            raise ResultError(f"not the same target: {field} is {limit} in A, {given} in B")
 
 
 def judge(results: Sequence[dict[str, Any]], tolerance: float) -> list[Row]:
-    """Return a row for each figure that any result has.
+    """Return a row for each measurement in any result.
 
-    B is worse in a figure if it differs from A by more than `tolerance` (a fraction of A) and by more than noise.  A
-    figure that one of two results lacks is not judged."""
+    B is worse if its value is worse than that of A by more than `tolerance` (a fraction of A) and by more than noise.
+    A measurement that one result lacks is not judged."""
     rows = []
     for figure in (*JUDGED, *SHOWN):
         values = [look_up(result["figures"], figure.path) for result in results]
@@ -152,7 +152,7 @@ Pairs = Sequence[tuple[str, str]]  # (field of the series, label)
 
 
 def verdict(rows: Sequence[Row], tolerance: float) -> str:
-    """Return one sentence: whether B is worse than A, and in which figures."""
+    """Return one sentence: whether B is worse than A, and in which measurements."""
     worse = [row.figure.name for row in rows if row.worse]
     if worse:
         return f"B is worse than A by more than {tolerance:.0%}: {', '.join(worse)}."

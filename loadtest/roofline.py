@@ -1,9 +1,9 @@
-"""The minimum time of a step: bytes over the memory's speed, or operations over the matrix units' speed.
+"""The minimum time of a step (roofline): bytes / memory bandwidth, or operations / peak FLOP/s.
 
     python -m quire.loadtest.studies roofline llama-8b --read-gbps 4601 --tflops 790
 
 The floor assumes that nothing else takes time: no launch, no gap, no host.  Activations never leave the chip, and every
-GEMM has the speed of a large square one.  No system reaches it; the distance to it is the figure of interest.
+GEMM has the speed of a large square one.  No system reaches the floor; the distance to it is of interest.
 `python -m quire.loadtest kernels --only ceilings` measures a GPU's two ceilings.
 """
 
@@ -115,7 +115,7 @@ class Machine:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shape", choices=shapes.CONFIGS)
     parser.add_argument("--read-gbps", type=float, required=True, help="GB/s that the device reads from its memory")
-    parser.add_argument("--tflops", type=float, required=True, help="TFLOP/s of a large bf16 product")
+    parser.add_argument("--tflops", type=float, required=True, help="TFLOP/s of a large bf16 GEMM")
     parser.add_argument("--batches", default="1,8,32,128,256", help="batch sizes; default 1,8,32,128,256")
     parser.add_argument("--context", type=float, default=256, help="tokens that each sequence holds; default 256")
 

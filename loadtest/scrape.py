@@ -1,4 +1,4 @@
-"""Read a server's Prometheus page: the few gauges a load test follows, by the names of Quire, vLLM and SGLang."""
+"""Read the metrics that a load test needs from a Prometheus page of Quire, vLLM or SGLang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start a server for the length of a measurement: Quire, or vLLM from another environment, on a free port."""
+"""Start a server for one measurement: Quire, or vLLM from another environment, on a free port."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 READY_S = 600.0  # maximum wait for a server's start
-STOP_S = 60.0  # a drain may take 30 s
+STOP_S = 60.0  # seconds after which a server is killed; a drain may take 30 s
 MODEL_NAME = "bench"
 FORKED_ENGINE = "quire-engine"  # process name of an engine that a fork server forked
 VLLM_BLOCK = 32  # tokens: the block size that its CPU kernels support

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-# What mixtures cut to a few layers have in common.
+# Common fields of mixtures that are cut to a few layers.
 FEW_LAYERS: dict[str, Any] = {
     "vocab_size": 32000,
     "max_position_embeddings": 4096,
@@ -233,7 +233,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Its experts as the published checkpoint stores them; random ones are rounded to mxfp4.
+# Its experts as the published checkpoint stores them; random ones are quantised to mxfp4.
 CONFIGS["gpt-oss-20b-mxfp4"] = CONFIGS["gpt-oss-20b"] | {"quantization_config": {"quant_method": "mxfp4"}}
 
 

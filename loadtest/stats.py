@@ -32,7 +32,7 @@ def gaps(times: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One try to send a request."""
+    """One attempt to send a request."""
 
     sent_s: float
     status: int  # HTTP; 0 without an answer
@@ -47,16 +47,16 @@ class Record:
     phase: str
     prompt_len: int  # tokens
     output_len: int  # tokens requested
-    lag_s: float = 0.0  # send delay in seconds of this client, not of the server
+    lag_s: float = 0.0  # seconds by which this client sent the request too late
     attempts: list[Attempt] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)  # arrivals of the events with text
+    times: list[float] = field(default_factory=list)  # arrival times of the events with text
     end_s: float = 0.0
-    tokens: int = 0  # received
+    tokens: int = 0  # output tokens received
     outcome: str = "lost"  # ok, refused (every attempt got 429 or 503), expired (its own deadline passed), error
     error: str = ""
     cached: int | None = None  # prompt tokens from the server's prefix cache; None if the server does not report them
     client: ClientProfile = ANONYMOUS
-    lane: str = ""  # on_time or late, as the server's header x-queue-lane says; "" without the header
+    lane: str = ""  # on_time or late, from the server's header x-queue-lane; "" without the header
 
     @property
     def ttft_s(self) -> float | None:
@@ -68,7 +68,7 @@ class Record:
 
     @property
     def mean_itl_s(self) -> float:
-        """Mean seconds a token after the first; 0 for a single token."""
+        """Mean seconds per token after the first; 0 for a single token."""
         return (self.times[-1] - self.times[0]) / (self.tokens - 1) if self.times and self.tokens > 1 else 0.0
 
 
@@ -88,10 +88,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Slo:
-    """The goal of goodput."""
+    """The latency targets of goodput."""
 
     ttft_s: float = 2.0
-    itl_s: float = 0.2  # mean of a request
+    itl_s: float = 0.2  # target for a request's mean ITL
 
     def met(self, record: Record) -> bool:
         ttft = record.ttft_s

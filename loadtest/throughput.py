@@ -6,7 +6,7 @@ All requests are submitted at once.  Sampling is greedy, end-of-sequence is igno
 
 On a GPU: the shapes of Llama 8B and Qwen3 0.6B with random weights made on the device. 1,000 requests of ShareGPT-like
 lengths (loadtest/traces), Quire with and without its prefix cache.  Then 128 tokens in, 256 out at batch 1 to 256.
-Each figure is printed with its floor by loadtest/roofline.py, from ceilings measured in the same run.  On a CPU: a
+Each value is printed with its floor (loadtest/roofline.py), from ceilings measured in the same run.  On a CPU: a
 llama shape of 42M parameters in bf16; 64 requests with lognormal lengths, means 78 in and 172 out.
 
 Writes loadtest/results/throughput_<device>.json.
@@ -35,7 +35,7 @@ BATCHES = (1, 8, 32, 128, 256)
 PROMPT, OUTPUT = 128, 256  # tokens of the sequences whose latency is measured
 CPU_KV_TOKENS = 32_768
 MODEL_LEN = 8192  # tokens, on a GPU
-# transformers' continuous batching took 38 s for 36,172 tokens of the 8B shape, so it runs the clipped trace's start.
+# transformers' continuous batching took 38 s for 36,172 tokens of the 8B shape, so it runs only the trace's start.
 CLIPPED_REQUESTS, CLIPPED_OUTPUT = 200, 256
 
 
@@ -46,7 +46,7 @@ class Work:
     name: str
     jobs: list[trace.Job]
     systems: dict[str, list[str]]
-    floors: dict[str, float] = field(default_factory=dict)  # name of a figure -> its roofline
+    floors: dict[str, float] = field(default_factory=dict)  # name of a measurement -> its roofline
 
 
 class RunError(Exception):
@@ -74,7 +74,7 @@ def run(command: list[str]) -> dict[str, float]:
 
 
 def engine(directory: Path, requests: Path, *options: str) -> list[str]:
-    # No client streams, with Quire or the other systems, so large prompt chunks cannot delay anybody's next token.
+    # No system has streaming clients here, so prompt chunks may be large.
     words = ["--requests", str(requests), "--itl-stretch", "0", *options, str(directory)]
     return [sys.executable, "-m", "quire.engine.tools", "bench", *words]
 
@@ -156,7 +156,7 @@ def measure(work: Work, rounds: int, systems: set[str]) -> dict[str, Any]:
 
 
 def show(name: str, figures: dict[str, Any]) -> None:
-    """Print a table with a line for each figure and a column for each system."""
+    """Print a table with a line per measurement and a column per system."""
     systems = [key for key in figures if key != "work"]
     print(f"\n{name:32}" + "".join(f"{system:>18}" for system in systems))
     for key in dict.fromkeys(key for system in systems for key in figures[system]):
@@ -168,7 +168,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: the GPU if there is one"
     )
-    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM; without it vLLM is left out")
+    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM; without it vLLM is not run")
     parser.add_argument("--systems", default="quire,transformers,vllm", help="systems to run; default: all")
     parser.add_argument("--models", default=",".join(shapes.CONFIGS), help="shapes to run on a GPU; default: all")
     parser.add_argument("--latency", default=",".join(map(str, BATCHES)), help="batch sizes on a GPU")

@@ -35,7 +35,7 @@ class Job:
     prefix_seed: int = 0
 
     def prompt(self, vocab_size: int) -> list[int]:
-        """Return the prompt's token ids: the same on every machine and for every system under test."""
+        """Return the prompt's token ids, equal on every machine and for every system under test."""
         own = _token_ids(self.prompt_seed, self.prompt_len - self.prefix_len, vocab_size)
         return _token_ids(self.prefix_seed, self.prefix_len, vocab_size) + own
 
@@ -68,7 +68,7 @@ def read(name: str) -> list[Job]:
 
 
 def write_requests(jobs: Sequence[Job], vocab_size: int, path: Path, arrivals_s: Sequence[float] = ()) -> None:
-    """Write {"token_ids", "max_new_tokens"} a line, and "at_s" (seconds since the start) where arrivals are given."""
+    """Write one {"token_ids", "max_new_tokens"} per line, and "at_s" (seconds since the start) with arrivals."""
     with path.open("w", encoding="utf-8") as file:
         for i, job in enumerate(jobs):
             line: dict[str, Any] = {"token_ids": job.prompt(vocab_size), "max_new_tokens": job.output_len}

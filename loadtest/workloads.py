@@ -1,4 +1,4 @@
-"""Workloads: which lengths arrive, when, and from which clients.  Every draw is seeded."""
+"""Workloads: lengths, arrival times and clients of requests.  All random draws are seeded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of time with one rate of arrivals."""
+    """A period with a constant request rate."""
 
     name: str
     rate: float  # requests per second
@@ -63,8 +63,8 @@ SHARED = {
     "rag": Shared(2000, 8, 20, 80),
     "translation": Shared(341, 1, 30, 30),
 }
-# agents: TALKS conversations at a time under one system prompt.  A turn's prompt repeats the whole turn before it, so
-# it grows by TURN tokens per turn, of which ANSWER are the answer.
+# agents: TALKS concurrent conversations with one system prompt.  A turn's prompt repeats the previous turn, so it grows
+# by TURN tokens per turn, of which ANSWER are the answer.
 SYSTEM, TALKS, TURNS, TURN, ANSWER = 300, 8, 6, 140, 80
 WORKLOADS = (*MEANS, "uniform-50", *SHARED, "agents")
 
@@ -74,8 +74,8 @@ def jobs(workload: str, count: int, seed: int, scale: float = 1.0) -> list[Job]:
 
     sharegpt, alpaca: lognormal lengths around their means.  uniform-50: 50 tokens in, 50 out.
     Workloads of SHARED: successive jobs use the workload's prefixes in turn.
-    agents: growing conversations.  The replay is open, so a turn does not wait for the turn before it and its earlier
-    answers are random tokens.  A prefix cache therefore finds the prompt of the turn before, but not its answer."""
+    agents: growing conversations.  The replay is open-loop, so a turn does not wait for the previous turn, and earlier
+    answers are random tokens.  A prefix cache therefore finds the previous turn's prompt, but not its answer."""
 
     def scaled(tokens: int) -> int:
         return max(1, round(tokens * scale))

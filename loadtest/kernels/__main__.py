@@ -82,7 +82,7 @@ def measure_gpu(only: set[str], quick: bool) -> dict[str, Any]:
             "decode: heads, batch x context; bf16, head size 128, blocks of 16 in random order",
             lambda: attention.decode(memory, top, quick=quick, peers=peers),
         ),
-        "variants": ("decode, one thing changed", lambda: attention.decode_variants(memory, top)),
+        "variants": ("decode, one parameter changed", lambda: attention.decode_variants(memory, top)),
         "prefill": (
             "prefill: heads, batch x queries + tokens cached before them; causal",
             lambda: attention.prefill(memory, top, quick=quick, peers=peers),
@@ -92,7 +92,7 @@ def measure_gpu(only: set[str], quick: bool) -> dict[str, Any]:
         tables[name] = (title, functools.partial(rows, top, quick=quick))
     if torch.cuda.device_count() > 1:
         tables["sums"] = (
-            "sums over two GPUs, us a call in a graph: torch's (1- and 2-shot), ours; sum, += and norm: before, in one",
+            "all-reduce over two GPUs, us per call: torch (1-, 2-shot), ours; with residual and norm: separate, fused",
             sums.rows,
         )
     for name, (title, make_rows) in tables.items():
@@ -123,12 +123,12 @@ TABLES = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m quire.loadtest.kernels", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the smaller half, without cuDNN beside it")
+    parser.add_argument("--quick", action="store_true", help="half of the cases, without cuDNN")
     parser.add_argument("--only", default=",".join(TABLES), help=f"some of {','.join(TABLES)}")
-    parser.add_argument("--name", help="of the file in loadtest/results; a full run has a name by itself")
+    parser.add_argument("--name", help="name of the file in loadtest/results; default for a full run: kernels_<device>")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--threads", type=int, default=0, help="on a CPU")
-    parser.add_argument("--library", type=Path, help="kernels compiled ahead; without it they are compiled now")
+    parser.add_argument("--library", type=Path, help="library of compiled kernels; default: compile them now")
     args = parser.parse_args()
     only = set(args.only.split(","))
     if unknown := only - set(TABLES):

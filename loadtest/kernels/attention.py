@@ -62,7 +62,7 @@ class Case:
     head_size: int = 128
     window: int = 0
     kv_dtype: torch.dtype = torch.bfloat16
-    in_order: bool = False  # consecutive blocks: measures the address arithmetic of paging alone
+    in_order: bool = False  # consecutive blocks, to measure only the address arithmetic of paging
 
     @property
     def kv_bytes(self) -> int:
@@ -153,7 +153,7 @@ def paged(case: Case, memory: Memory, sets: int) -> list[PagedCall]:
 
 
 def contiguous(case: Case, memory: Memory, sets: int) -> list[Call]:
-    """scaled_dot_product_attention on contiguous data of equal size; equal lengths, complete prompts or one query."""
+    """scaled_dot_product_attention on contiguous tensors of equal length; complete prompts or one query."""
     shape = (len(case.lens), case.kv_heads, case.lens[0], case.head_size)
     each = math.prod(shape)
     sets = max(1, min(sets, memory.keys.numel() // each))
@@ -168,7 +168,7 @@ def contiguous(case: Case, memory: Memory, sets: int) -> list[Call]:
 
 
 def cudnn_us(case: Case, memory: Memory, sets: int) -> float | None:
-    """None if this cuDNN does not support the shape."""
+    """Microseconds of cuDNN's attention; None if this cuDNN does not support the shape."""
     try:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return graph_us(contiguous(case, memory, sets))
@@ -205,7 +205,7 @@ def decode(memory: Memory, top: Ceilings, *, quick: bool, peers: bool) -> Iterat
             row["cudnn_flat_us"] = cudnn_us(case, memory, sets)
         figures = peer_figures.DECODE.get((heads, kv_heads, batch, context)) if peers else None
         if figures and case.kv_bytes * 8 < 128 << 20:
-            # As the peers were timed: 8 alternating regions, which stay in L2.
+            # As in the peers' measurement: 8 alternating regions, which stay in L2.
             row["warm_us"] = graph_us(paged(case, memory, 8))
         yield row | _beside(us, row.get("warm_us"), figures)
 

@@ -51,7 +51,7 @@ def contiguous(seqs: int, length: int, queries: int, dim: int, dtype: torch.dtyp
 
 
 def rows(threads: int) -> Iterator[dict[str, Any]]:
-    """`threads` 0: torch's own number."""
+    """Yield the rows of the table.  `threads` 0: torch's default."""
     if threads:
         torch.set_num_threads(threads)
     big = torch.randint(0, 9, (64 << 20,))  # 512 MiB

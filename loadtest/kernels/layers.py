@@ -285,7 +285,7 @@ def routing(kind: str, mixture: Mixture, tokens: int) -> Tensor:
 
 
 EXPERT_TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 72, 96, 128, 256, 512, 2048, 8192)
-MANY_TOKENS = 512  # with more tokens, the kind of routing hardly affects the time
+MANY_TOKENS = 512  # number of tokens above which the routing hardly affects the time
 
 
 def experts_of(name: str, mixture: Mixture, top: Ceilings, *, quick: bool) -> Iterator[Row]:
@@ -298,7 +298,7 @@ def experts_of(name: str, mixture: Mixture, top: Ceilings, *, quick: bool) -> It
 def experts_with(
     name: str, mixture: Mixture, top: Ceilings, make: Callable[[], dict[str, Any]], bytes_each: float, *, quick: bool
 ) -> Iterator[Row]:
-    """Time a mixture with the weights that `make` makes, of bytes_each per value."""
+    """Time a mixture whose weights `make` creates, with `bytes_each` bytes per value."""
     sets, numbers_of_one = 4, 3 * mixture.hidden * mixture.inner
     weights = [make() for _ in range(sets)]
     for tokens in EXPERT_TOKENS[::4] if quick else EXPERT_TOKENS:
@@ -357,13 +357,13 @@ def sampling(top: Ceilings, *, quick: bool) -> Iterator[Row]:
         marks = None
         if "repetition" in wish:
             marks = torch.randint(0, 50, (count, vocab), device="cuda", dtype=torch.int32)
-            marks = marks.eq(1).int()  # 2 % of the tokens are in the output already
+            marks = marks.eq(1).int()  # 2 % of the vocabulary occurs in the output
         table = slot_settings(count, marks=marks, **wish)
         who = torch.arange(count, device="cuda")
         known = torch.full_like(who, 100)
         tokens, outcome = torch.empty_like(who), torch.empty(count, device="cuda", dtype=torch.uint8)
 
-        def call(marks: Tensor | None = marks) -> None:  # keeps alive what the table points at
+        def call(marks: Tensor | None = marks) -> None:  # keeps the tensor alive that the table points to
             ops.sample(logits, who, known, table, bool(wish), tokens, outcome)
 
         return call
@@ -381,11 +381,11 @@ def sampling(top: Ceilings, *, quick: bool) -> Iterator[Row]:
 
 
 TABLES: dict[str, tuple[str, Callable[..., Iterator[Row]]]] = {
-    "layers": ("between the GEMMs, against the bytes moved (torch: its own operators)", layers),
+    "layers": ("between the GEMMs; ceiling: bytes moved (torch: its own operators)", layers),
     "cache": ("blocks of all layers (torch: one copy after another)", cache),
-    "linear": ("GEMMs, against reading the weights or multiplying (torch: the GEMM alone, by cuBLAS)", linear),
-    "fp8": ("GEMMs with weights in e4m3, with scales of blocks", fp8),
-    "int4": ("GEMMs with weights of 4 bits, in groups of 128", int4),
-    "experts": ("experts of a mixture, against reading those that are chosen or computing", experts),
-    "sampling": ("sampling, against one reading of the logits (torch: softmax and multinomial)", sampling),
+    "linear": ("GEMMs; ceiling: reading the weights or FLOPs (torch: only the GEMM, by cuBLAS)", linear),
+    "fp8": ("GEMMs with e4m3 weights, scales per block", fp8),
+    "int4": ("GEMMs with int4 weights, groups of 128", int4),
+    "experts": ("experts of a mixture; ceiling: reading the chosen experts or FLOPs", experts),
+    "sampling": ("sampling; ceiling: one read of the logits (torch: softmax and multinomial)", sampling),
 }

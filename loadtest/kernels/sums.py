@@ -36,7 +36,7 @@ ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048)
 CALLS, REPLAYS = 40, 15
 LIMIT_S = 120
 MAX_ROWS_OF_TORCH = 512  # 4 MiB: torch's kernels are for small tensors
-# 1 MiB: up to here "then norm" is torch's one-shot sum and a norm, beyond it NCCL and a norm.
+# Up to 1 MiB "then norm" is torch's one-shot all-reduce and a norm, beyond it NCCL and a norm.
 MAX_ROWS_OF_ONE_SHOT = 128
 
 
@@ -106,7 +106,7 @@ def then_norm(summed: Callable[[], object], part: Tensor, norm: Tensor) -> Tenso
 def measure(ranks: Ranks) -> Iterator[dict[str, Any]]:
     """Yield one row per size."""
     sums = ranks.one_shot
-    assert sums is not None, "these GPUs do not use our kernel; why is in the log"
+    assert sums is not None, "these GPUs do not use our kernel; the log has the reason"
     device, dtype = torch.device("cuda", ranks.rank), torch.bfloat16
     # torch's kernels require their input in symmetric memory, which ours uses, too.
     shared = c10d._SymmetricMemory.empty_strided_p2p([MAX_ROWS_OF_TORCH * WIDTH], [1], dtype, device, sums.name)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 Call = Callable[[], object]
-BEYOND_L2 = 256 << 20  # bytes read in between evict data from L2
-GRAPH_US = 400  # shorter graphs would include the host's launch time
+BEYOND_L2 = 256 << 20  # bytes read between two uses of a buffer, so that it leaves L2
+GRAPH_US = 400  # minimum time of a graph in us; shorter ones would include the host's launch time
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Ceilings:
 
     copy_gbps: float  # device to device, bytes read and written
     sum_gbps: float  # torch.sum
-    read_gbps: float  # the best plain reader
+    read_gbps: float  # GB/s of the fastest read-only kernel
     matmul_8192_tflops: float  # bf16, random data
     matmul_4096_tflops: float
 

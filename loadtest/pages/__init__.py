@@ -1,8 +1,8 @@
 """The measured values of each page, one module per page.
 
-A module has `PAGE`, its path; `lines(results)`, which yields texts of the page with their values read from result files;
-and `FACTS`, texts of the page whose numbers are settings, formats or limits, so no measurement: the lines of
-facts/NAME.txt, in which `#` stands for any number.
+A module has `PAGE`, the page's path; `lines(results)`, which yields texts of the page with values from result files; and
+`FACTS`, texts of the page whose numbers are settings, formats or limits, not measurements: the lines of facts/NAME.txt,
+in which `#` stands for any number.
 `python -m quire.loadtest figures` compares and rewrites the pages.
 """
 
@@ -33,7 +33,7 @@ def facts(name: str) -> list[str]:
 
 
 class Results:
-    """Reads result files and remembers which ones a page has used."""
+    """Reads result files and records which ones a page has used."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""The figures of docs/benchmarks.md that were measured on GPUs."""
+"""The values of docs/benchmarks.md that were measured on GPUs."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def weights(results: Results) -> Iterator[str]:
 
 
 def weight_row(name: str, run: dict[str, Any], plain: dict[str, Any] | None) -> str:
-    """Return a row: ms per token at batch 1, 32 and 256, tokens/s of the trace, and in brackets times as fast as `plain`."""
+    """Return a row: ms per token at batch 1, 32 and 256, tokens/s of the trace, and in brackets the speed-up over `plain`."""
     cells = []
     for key in [f"batch{n}_ms_per_token" for n in BATCHES]:
         form = ".1f" if run[key] >= 15 else ".2f"

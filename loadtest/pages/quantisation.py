@@ -1,4 +1,4 @@
-"""docs/quantisation.md: quality and speed of rounded weights."""
+"""docs/quantisation.md: quality and speed of quantised weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def lines(results: Results) -> Iterator[str]:
 
 
 def spread(run: dict[str, Any], name: str) -> str:
-    """Return a median of pairs with its range."""
+    """Return the median of the pairs with its range."""
     return f"{v(run[name], '.2f')} ({v(run[f'{name}_low'], '.2f')} to {v(run[f'{name}_high'], '.2f')})"
 
 
@@ -115,7 +115,7 @@ def gpu(results: Results) -> Iterator[str]:
 
 
 def mxfp4(result: dict[str, Any]) -> Iterator[str]:
-    """Yield the figures of gpt-oss with experts in mxfp4, and in bfloat16."""
+    """Yield the measurements of gpt-oss with experts in mxfp4 and in bfloat16."""
     plain, packed = (result["steps"][name] for name in ("gpt-oss-20b", "gpt-oss-20b-mxfp4"))
     batches = ("1", "4", "8", "32", "64")
     yield f"| batch | {' | '.join(batches)} |"

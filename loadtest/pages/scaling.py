@@ -1,4 +1,4 @@
-"""docs/scaling.md: what one Redis carries, and fleets in simulation."""
+"""docs/scaling.md: maximum load of one Redis, and simulated fleets."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def redis(result: dict[str, Any]) -> Iterator[str]:
 
 
 def per_gateway(runs: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield what each further gateway adds to a step of 64 sequences."""
+    """Yield the cost of each further gateway in a step of 64 sequences."""
     steps = {run["gateways"]: run["step"] for run in runs if (run["engines"], run["sequences"]) == (1, 64)}
     added, inside = ((steps[64][key] - steps[1][key]) / 63 for key in ("cpu_us", "script_us"))
     yield f"{v(added, '.1f')} us per gateway and step, of which {v(inside, '.1f')} us are `PUBLISH`"

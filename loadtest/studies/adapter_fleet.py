@@ -1,10 +1,10 @@
 """`python -m quire.loadtest.studies adapter-fleet`: LoRA adapters on several engines, on a virtual clock.
 
-It shows what it gains that engines prefer requests whose adapter they hold, and what rarely used adapters wait.  The
-simulation is that of `fleet`: Redis, the scripts, both sides of the bus and the schedulers are real.  Made up are the
-model, the step times, and the loads: an engine loads one adapter at a time, in --load-s, and keeps as many as it has
---kept.  Requests arrive at --rate (Poisson), each for an adapter drawn by Zipf's law.  Above what a fleet can load, its
-queue grows: `served_per_s` is then its capacity.
+It measures the gain of engines that prefer requests for adapters in their memory, and the wait for rarely used
+adapters. The simulation is that of `fleet`: Redis, the scripts, both sides of the bus and the schedulers are real.
+The model, the step times and the adapter loads are simulated: an engine loads one adapter at a time, in --load-s, and
+keeps --kept of them.  Requests arrive at --rate (Poisson), each for an adapter drawn by Zipf's law.  If a fleet cannot
+load fast enough, its queue grows, and `served_per_s` is its capacity.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BLOCKS = 12_288  # KV blocks per engine
 
 
 class AdapterEngine(_Engine):
-    """An engine with adapters: requests wait here until theirs is loaded, as AdapterGate and AdapterStore let them."""
+    """An engine with adapters: requests wait for the load of theirs, as in AdapterGate and AdapterStore."""
 
     def __init__(self, run: AdapterRun, name: str, blocks: int, step: StepTime, *, locality: bool) -> None:
         super().__init__(name, run.url, blocks, step, locality=locality)
@@ -45,10 +45,10 @@ class AdapterEngine(_Engine):
         self.held = HeldPrefixes(self.core.pool, self)
         self._run = run
         self._loaded: set[str] = set()
-        self._kept = KeptAdapters()  # loaded adapters without holders
+        self._kept = KeptAdapters()  # loaded adapters that no sequence uses
         self._holders: dict[str, set[str]] = {}
         self._adapter_of: dict[str, str] = {}
-        self._gated: dict[str, list[Generate]] = {}  # by adapter
+        self._gated: dict[str, list[Generate]] = {}  # adapter -> requests that wait for its load
         self._queue: deque[str] = deque()
         self._loading = ""
         self.loads = 0
@@ -72,7 +72,7 @@ class AdapterEngine(_Engine):
         self.next_load()
 
     def next_load(self) -> None:
-        """Begin the next load if the memory has a place for it."""
+        """Begin the next load if the memory has space for it."""
         if self._loading or not self._queue:
             return
         if len(self._loaded) >= self._run.kept:
@@ -147,11 +147,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engines", type=int, default=4, help="engines (default: 4)")
     parser.add_argument("--slots", type=int, default=8, help="adapters whose sequences run at once (default: 8)")
     parser.add_argument("--kept", type=int, default=8, help="adapters in the memory of each engine (default: 8)")
-    parser.add_argument("--warm", type=int, default=200, help="requests before the figures begin (default: 200)")
-    parser.add_argument("--adapters", type=int, default=200, help="adapters, asked for by Zipf's law (default: 200)")
+    parser.add_argument("--warm", type=int, default=200, help="warm-up requests, which are not counted (default: 200)")
+    parser.add_argument(
+        "--adapters", type=int, default=200, help="number of adapters, requested by Zipf's law (default: 200)"
+    )
     parser.add_argument("--load-s", type=float, default=1.0, help="seconds that a load takes (default: 1)")
     parser.add_argument("--rate", type=float, default=8.0, help="requests per second (default: 8)")
-    parser.add_argument("--requests", type=int, default=1000, help="requests that count (default: 1000)")
+    parser.add_argument("--requests", type=int, default=1000, help="requests after the warm-up (default: 1000)")
     parser.add_argument("--prompt", type=int, default=200, help="tokens of a prompt (default: 200)")
     parser.add_argument("--output", type=int, default=64, help="tokens of an answer (default: 64)")
     parser.add_argument("--seed", type=int, default=0)

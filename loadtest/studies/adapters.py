@@ -1,4 +1,4 @@
-"""Compare decode steps with LoRA adapters, and of a server that could have them, with those of a server without.
+"""Compare decode steps of three kinds: with LoRA adapters, with empty adapter slots, and without slots.
 
     python -m quire.loadtest.studies adapters MODEL [--rank 16] [--adapters 8] [--batches 1,32,256]
         [--new 64] [--rounds 5] [--cpu-time]
@@ -10,12 +10,11 @@ one with `--lora-slots 0`, one with slots.  Sequences of 16 tokens decode at the
     base       base rows of the engine with slots
     mixed      the adapters in turn: sequence i has adapter i modulo their number
 
-A round times the three in another order.  Prints one line of JSON: per batch size ms per step and, over the rounds,
-median, minimum and maximum of base / without and mixed / without.  Then base rows decode while a request brings an
-adapter that no memory has: the longest step, in ms, and how long that request waited for its first token.  The longest
-step stands there in CPU time of the loop's thread as well: what a load takes of it, whatever else the machine does.
+Each round times the three in another order.  Prints one line of JSON: per batch size ms per step and, over the rounds,
+median, minimum and maximum of base / without and mixed / without.  Then base rows decode while a request needs an
+adapter that must be loaded: the longest step, in ms and in CPU time of the loop's thread, and the TTFT of that request.
 
---cpu-time measures steps in CPU time of the loop's thread.  With --threads 1 that is all of a step on a CPU.
+--cpu-time measures steps in CPU time of the loop's thread.  With --threads 1 this is the complete step on a CPU.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def write_adapter(folder: Path, model: str, rank: int, seed: int = 0) -> None:
 def decode(
     llm: LLM, batch: int, new: int, adapters: list[Adapter], clock: Callable[[], float]
 ) -> tuple[float, list[list[int]]]:
-    """Return the seconds per decode step of `batch` sequences, and their tokens.  adapters: none: the base model."""
+    """Return the seconds per decode step of `batch` sequences, and their tokens.  `adapters` empty: the base model."""
     vocab, rng = llm.executor.info.vocab_size, random.Random(batch)
     prompts = [[rng.randrange(3, vocab) for _ in range(PROMPT)] for _ in range(batch)]
     for at, prompt in enumerate(prompts):
@@ -117,7 +116,7 @@ def compare(
     adapters: list[Adapter],
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Return the figures of one batch size.  Raises ConfigError if slots change a text of the base model."""
+    """Return the measurements of one batch size.  Raises ConfigError if slots change a text of the base model."""
     runs = {"without": ("without", []), "base": ("with", []), "mixed": ("with", adapters)}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(-1, rounds):  # the first one warms up: it captures graphs
@@ -187,7 +186,8 @@ def main(argv: list[str]) -> int:
     own, rest = parser.parse_known_args(argv)
     config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
     slots = max(config.lora_slots, own.adapters)
-    # Measured times must not decide how prompts are cut: the order of sums, and with it a text, would depend on them.
+    # Measured times must not decide the chunks of prompts: the order of sums, and with it the text, would depend on
+    # them.
     same_steps: dict[str, Any] = {"prefix_cache": False, "itl_stretch": 0.0, "step_target_s": 0.0}
     config = msgspec.structs.replace(config, lora_slots=slots, **same_steps)
     found: dict[str, dict[str, float]] = {}

@@ -1,4 +1,4 @@
-"""Quire with the admission modes of `baselines.py`, which are no options of Quire: a server, an engine, the simulator.
+"""A server, an engine or the simulator with the admission modes of `baselines.py`, which Quire itself lacks.
 
     python -m quire.loadtest.studies baselines serve DIR --admission static --no-prefix-cache
     python -m quire.loadtest.studies baselines simulate --burst --mode reserve

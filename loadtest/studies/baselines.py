@@ -1,4 +1,4 @@
-"""Admission and allocation as other servers have them, to compare Quire with.  Importing this module registers them.
+"""Admission and allocation of other servers, as baselines.  Importing this module registers them.
 
     watermark   5 % of the pool stays free after a start
     reserve     all running sequences, and the new one, fit at their maximum length
@@ -50,14 +50,14 @@ class Reserve(PeakBound):
     """Starts a sequence only if all running ones fit at their maximum length."""
 
     def judge_predictions(self, step: int) -> None:
-        """Nothing to judge: the maximum length is no prediction."""
+        """Do nothing: the maximum length is no prediction."""
 
     def _forecast(self, pool: BlockPool) -> AdmissionForecast:
         return AdmissionForecast(pool, worst_case=True)
 
 
 class CompleteRuns(Unlimited):
-    """Goes with `Static`: every block is taken at the start, so nothing grows and nothing is preempted."""
+    """Admission for `Static`: every block is allocated at the start, so no sequence grows or is preempted."""
 
     preempts = False
 
@@ -71,11 +71,11 @@ class CompleteRuns(Unlimited):
         return self._pool.total - self._pool.available
 
     def judge_predictions(self, step: int) -> None:
-        """Nothing to judge: the blocks of a sequence never change."""
+        """Do nothing: the blocks of a sequence never change."""
 
 
 class Static:
-    """Allocation without block tables: one run of blocks from start to end, found by no other sequence."""
+    """Allocation without block tables: one contiguous run of blocks per sequence, never shared."""
 
     shares_prompt = False
 

@@ -1,9 +1,9 @@
-"""Beam search in the engine, compared with a client that asks for a token at a time, and with transformers.
+"""Beam search in the engine, compared with a client that requests one token at a time, and with transformers.
 
     python -m quire.loadtest.studies beams [DIR] [--shape llama-8b] [--widths 4:64,8:64,50:10] [--requests 16]
                                            [--rounds 3]
 
-All three search for the same answers: --requests prompts at once, as many tokens in each answer as a width names.
+All three search for the same answers: --requests prompts at once; --widths has the beam width and the answer's tokens.
 
     quire         use_beam_search: one request, one group in the engine
     resubmission  a client keeps the beams and, for each token, sends all of them as prompts of one request for a token
@@ -14,8 +14,8 @@ All three search for the same answers: --requests prompts at once, as many token
 
 The model is the 42M one of loadtest/checkpoint.py on a CPU, or a checkpoint DIR.  No answer ends before its length, and
 prompts are equally long, so transformers computes no padding.  The first two run on one server, each on an empty prefix
-cache.  bf16 rounds sums differently in different batches, so answers may differ where two candidates are nearly equally
-likely: `same` is the share of best answers equal to Quire's, `score` the mean of the best scores.  With --shape,
+cache.  bf16 rounds sums differently in different batches, so answers may differ if two candidates are nearly equally
+probable: `same` is the share of best answers equal to Quire's, `score` the mean of the best scores.  With --shape,
 transformers' weights are random ones of its own, so its answers differ.
 Writes loadtest/results/beams_<device>.json.
 """
@@ -44,7 +44,7 @@ from quire.loadtest.checkpoint import VOCAB, make_llama_42m, make_shape
 from quire.loadtest.server import MODEL_NAME, Server, serve
 
 PEER = machine.ROOT / "loadtest" / "peers" / "transformers_beams.py"
-PROMPT = 78  # tokens
+PROMPT = 78  # tokens of a prompt
 SERVER = ("--max-logprobs=100", "--max-prompts=1024", "--late-wait-s=3600", "--no-spare")
 TOKEN = "token_id:"  # how return_tokens_as_token_ids writes a token
 
@@ -210,12 +210,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--requests", type=int, default=16, help="searches at once; default 16")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each, medians are reported; default 3")
-    parser.add_argument("--threads", type=int, default=1, help="cores that the engine computes on; default 1")
-    parser.add_argument("--dtype", default="bfloat16", help="of the weights; default bfloat16")
-    parser.add_argument("--peer-dtype", help="of transformers' weights; default as --dtype")
-    parser.add_argument("--kv-blocks", type=int, default=4096, help="blocks of the engine; default 4096")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the engine; default 1")
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of the weights; default bfloat16")
+    parser.add_argument("--peer-dtype", help="dtype of transformers' weights; default as --dtype")
+    parser.add_argument("--kv-blocks", type=int, default=4096, help="KV blocks of the engine; default 4096")
     parser.add_argument("--max-seqs", type=int, default=256, help="beams of the engine at once; default 256")
-    parser.add_argument("--server", type=str.split, default=[], help="more options of `quire serve`, in one word")
+    parser.add_argument("--server", type=str.split, default=[], help="further options of `quire serve`, in one string")
 
 
 def main(args: argparse.Namespace, command: str) -> int:
@@ -230,7 +230,7 @@ def main(args: argparse.Namespace, command: str) -> int:
     for row in rows:
         ratio = row["times_as_fast_as"]
         print(
-            f"width {row['width']}, {row['tokens']} tokens: {ratio['resubmission']:.1f} times as fast as resubmission, "
+            f"width {row['width']}, {row['tokens']} tokens: {ratio['resubmission']:.1f} times resubmission's speed, "
             f"{ratio['transformers']:.1f} times transformers"
         )
     print(f"written to {path.relative_to(machine.ROOT)}")

@@ -1,11 +1,11 @@
-"""The block size: throughput, filled slots, and what a preemption costs, with blocks of 8, 16, 32 and 64 tokens.
+"""Compare block sizes of 8, 16, 32 and 64 tokens: throughput, filled slots, and the cost of a preemption.
 
     python -m quire.loadtest.studies block-size DIR [--sizes 8,16,32,64] [--requests 1000] [--lengths 128,512,2048,8192]
 
 The 42M model is made in DIR if the directory holds no model.  For each size, requests of ShareGPT-like lengths run all
 at once (`engine.tools bench --requests --slots`).  Then, for each length of a sequence, moving its blocks to the host's
-memory and back is compared with computing them again (`engine.tools bench --swap`).  A choice of `--preempt auto` is
-right where it takes the cheaper way, as timed in the same run.  Writes loadtest/results/block_size_<device>.json.
+memory and back is compared with computing them again (`engine.tools bench --swap`).  `--preempt auto` is right if it
+chooses the faster way, as timed in the same run.  Writes loadtest/results/block_size_<device>.json.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from quire.loadtest.checkpoint import make_llama_42m
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, help="directory of the model; the 42M model is made there if empty")
     parser.add_argument("--sizes", default="8,16,32,64", help="tokens of a block; default 8,16,32,64")
-    parser.add_argument("--requests", type=int, default=1000, help="how many of the trace; default 1000")
+    parser.add_argument("--requests", type=int, default=1000, help="number of requests of the trace; default 1000")
     parser.add_argument("--lengths", default="128,512,2048,8192", help="tokens of the preempted sequence")
-    parser.add_argument("--options", default="", help="more options of the engine, in one string")
+    parser.add_argument("--options", default="", help="further options of the engine, in one string")
 
 
 def bench(directory: Path, *words: str) -> dict[str, float]:
@@ -39,7 +39,7 @@ def bench(directory: Path, *words: str) -> dict[str, float]:
 
 
 def trade_off(found: dict[str, float], sizes: list[int]) -> dict[str, dict[str, Any]]:
-    """Return swap and recompute times by block size, and whether `auto` took the cheaper way."""
+    """Return swap and recompute times by block size, and whether `auto` chose the faster way."""
     cells = {}
     for size in sizes:
         swap, again = found[f"swap{size}_ms"], found[f"recompute{size}_ms"]
@@ -72,7 +72,7 @@ def main(args: argparse.Namespace, command: str) -> int:
         cells[length] = trade_off(bench(args.directory, "--swap", length, *more), sizes)
         print(f"{length} tokens: {cells[length]}", flush=True)
     right = statistics.fmean(cell["right"] for row in cells.values() for cell in row.values())
-    print(f"auto chose the cheaper way in {right:.0%} of {len(cells) * len(sizes)} cells")
+    print(f"auto chose the faster way in {right:.0%} of {len(cells) * len(sizes)} cells")
     figures = {"requests": work, "preemption": cells, "auto_right": right}
     path = machine.write(f"block_size_{machine.device()}", command.replace(str(args.directory), "DIRECTORY"), figures)
     print(f"written to {path.relative_to(machine.ROOT)}")

@@ -1,18 +1,18 @@
-"""The number of users that a server serves within an SLA, with the same memory and four ways to allocate it.
+"""The number of users that a server serves within an SLA, with equal memory and four allocators.
 
     python -m quire.loadtest.studies capacity DIR [--kv-blocks 512] [--sla-ttft 1] [--sla-itl 0.05] [--sla-stall 1]
 
     static             a sequence reserves one contiguous run for its prompt and max_tokens when it starts
     paged              a sequence takes blocks as it grows, and starts as soon as its prompt fits
     paged, admission   a sequence starts when the predicted peak of all sequences fits
-    ... prefix cache   as above, and the system prompt that all users share is kept once
+    ... prefix cache   as above, and the shared system prompt is stored once
 
 DIR holds the model; the 42M model is made there if it holds none.  Users request up to --ask-tokens and receive fewer,
-as in practice.  Each sends its next request as soon as its answer is complete.  A number of users is served if
---percent of their requests meet every bound of the SLA and none fails.  Doubling, then bisecting, finds the highest
+as in practice.  Each sends its next request as soon as its answer is complete.  A number of users passes if
+--percent of their requests meet every limit of the SLA and none fails.  Doubling, then bisecting, finds the highest
 such number.
 
-Noise on the machine can only lower the numbers: a trial that misses once counts as a miss.  Each allocator's results
+Noise on the machine can only lower the result: a trial that fails once counts as failed.  Each allocator's results
 are written to capacity.json when they are complete, and reused when the command is started again for the same work.
 """
 
@@ -47,7 +47,7 @@ SYSTEMS: dict[str, tuple[str, ...]] = {
 }
 FIRST = 4  # users of the first trial
 DRAIN_S = 30.0  # an answer that is not complete this long after the trial has missed the SLA
-FINE = 0.04  # bisecting stops when the interval is this fraction of the result
+FINE = 0.04  # bisection stops when the interval is this fraction of the result
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Sla:
-    """Bounds for every request, and the percentage of requests that must meet all three."""
+    """Limits for every request, and the percentage of requests that must meet all three."""
 
     ttft_s: float
-    itl_s: float  # mean of a request, per token
-    stall_s: float  # the longest gap of a request: how a reader experiences a preemption
+    itl_s: float  # maximum of a request's mean seconds per token
+    stall_s: float  # maximum gap between tokens of a request, as caused by a preemption
     percent: float
 
     def held(self, record: Record) -> bool:
@@ -98,13 +98,13 @@ class Trial:
     requests: int
     held: float  # fraction of the requests within the SLA
     failed: int
-    refused: int  # at least once
+    refused: int  # requests refused at least once
     ttft_p95_s: float | None
     itl_p95_s: float | None  # p95 over the requests' means
     stall_p95_s: float | None
     requests_per_s: float
     tokens_per_s: float
-    running_mean: float | None  # sequences in the batch
+    running_mean: float | None  # mean number of sequences in the batch
     kv_mean: float | None
     preemptions: float | None
     hit_rate: float | None
@@ -191,17 +191,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--systems", default=";".join(SYSTEMS), help="allocators, semicolons between them; default: all"
     )
-    parser.add_argument("--kv-blocks", type=int, default=512, help="pool of each, in blocks of 16 tokens; default 512")
+    parser.add_argument("--kv-blocks", type=int, default=512, help="KV blocks of 16 tokens of each server; default 512")
     parser.add_argument(
-        "--server", default="--max-seqs 256 --max-model-len 2048", help="further options of each, in one string"
+        "--server", default="--max-seqs 256 --max-model-len 2048", help="further options of each server, in one string"
     )
     parser.add_argument("--system-tokens", type=int, default=256, help="shared system prompt, tokens; default 256")
     parser.add_argument("--question-tokens", type=int, default=40, help="mean question, tokens; default 40")
     parser.add_argument("--answer-tokens", type=int, default=120, help="mean answer, tokens; default 120")
     parser.add_argument("--ask-tokens", type=int, default=384, help="max_tokens of every request; default 384")
-    parser.add_argument("--sla-ttft", type=float, default=1.0, help="longest time to first token, seconds; default 1")
-    parser.add_argument("--sla-itl", type=float, default=0.05, help="longest mean time a token, seconds; default 0.05")
-    parser.add_argument("--sla-stall", type=float, default=1.0, help="longest gap of a request, seconds; default 1")
+    parser.add_argument("--sla-ttft", type=float, default=1.0, help="maximum time to first token, seconds; default 1")
+    parser.add_argument(
+        "--sla-itl", type=float, default=0.05, help="maximum mean time per token, seconds; default 0.05"
+    )
+    parser.add_argument(
+        "--sla-stall", type=float, default=1.0, help="maximum gap between tokens of a request, seconds; default 1"
+    )
     parser.add_argument("--percent", type=float, default=95.0, help="requests that must meet the SLA, %%; default 95")
     parser.add_argument("--warm", type=float, default=3.0, help="seconds in which a trial's users start; default 3")
     parser.add_argument("--seconds", type=float, default=9.0, help="seconds of a trial after that; default 9")
@@ -236,7 +240,7 @@ def measure(name: str, args: argparse.Namespace, work: Work, sla: Sla, first: in
             print_trial(name, trials[users], sla)
             return trials[users].passed(sla)
 
-        alone = run(1)  # also the warm-up: the first request pays for what a server does once
+        alone = run(1)  # also the warm-up: the first request includes one-time work of the server
         found = highest(passed, first, args.most)
     return {
         "server": " ".join(["quire serve DIR", *flags]),

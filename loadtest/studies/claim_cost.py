@@ -1,12 +1,11 @@
-"""`python -m quire.loadtest.studies claim-cost`: how long Redis takes for a sync that claims one request of a long
-queue.
+"""`python -m quire.loadtest.studies claim-cost`: Redis time of a sync that claims one request of a long queue.
 
-1,000 requests wait.  One engine ends a request and claims one, again and again, in pairs: in the queue's order, and by
-prefix.  The time is Redis' own (INFO commandstats), so it leaves out the network and this process.
+1,000 requests wait.  One engine repeatedly ends a request and claims one, alternately in the queue's order and by
+prefix.  The time is that of Redis itself (INFO commandstats), without the network and this process.
 
-  order_us, locality_us    of a sync, with a pause before each: Redis' code and data have left the caches
-  busy_..._us              of a sync that claims and ends nothing, in bursts: Redis is as busy as it can be
-  ..._commands             Redis commands in the script, which no other work on the machine changes
+  order_us, locality_us    us per sync after a pause: Redis' code and data have left the CPU caches
+  busy_..._us              the same for syncs that only claim, in bursts: Redis is fully busy
+  ..._commands             Redis commands in the script, independent of other work on the machine
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from quire.loadtest.studies.fleet import prefixes, unique
 
 COSTS = PrefixReport(token_us=23.0, step_us=5000.0, backlog=1000)
 ENGINES = 4
-BURST = 50  # syncs
+BURST = 50  # syncs of one burst
 
 
 class _Queue:
-    """A queue that stays as long as it is, and the engines that claim from it."""
+    """A queue of constant length, and the engines that claim from it."""
 
     def __init__(self, url: str, namespace: str, workload: str, *, locality: bool) -> None:
         self._report = COSTS if locality else None
@@ -48,7 +47,7 @@ class _Queue:
         self._done: list[str] = []
 
     async def open(self, queued: int) -> None:
-        """Fill the queue; the engines hold what they would after a while: each a part of all prefixes."""
+        """Fill the queue, and publish a part of all prefixes for each engine, as after some time of operation."""
         await self._gateway.open()
         for _ in range(queued):
             await self._submit()
@@ -85,7 +84,7 @@ class _Queue:
         return after[0] - before[0], after[1] - before[1]
 
     async def burst(self) -> float:
-        """Claim BURST requests, one a sync, all sent at once; return Redis' microseconds for each."""
+        """Claim BURST requests, one per sync, all sent at once; return Redis' microseconds per claim."""
         engine, sent = self._engines[0], list[Any]()
         run = engine._link.run_script
 
@@ -112,7 +111,7 @@ class _Queue:
         self._done = [msgspec.msgpack.decode(payload, type=Generate).id for payload, *_ in works]
         self._done += [request.id for request in reply.generates]
         await self._submit()
-        await self.claim()  # ends them all
+        await self.claim()  # ends all claimed requests
         return took / BURST
 
     async def close(self) -> None:
@@ -126,7 +125,7 @@ def _load(name: str) -> EngineLoad:
 
 
 async def measure(url: str, workload: str, queued: int, claims: int) -> dict[str, Any]:
-    """Return medians of a sync in both modes: microseconds, what one pair differs by, commands."""
+    """Return medians of a sync in both modes: microseconds, difference within a pair, commands."""
     queues = [_Queue(url, f"{workload}-{locality}", workload, locality=locality) for locality in (False, True)]
     for queue in queues:
         await queue.open(queued)

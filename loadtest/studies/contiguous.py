@@ -1,18 +1,18 @@
-"""Loads that paging does not help: single requests, and short jobs of equal length, against contiguous allocation.
+"""Paging compared with contiguous allocation on loads without benefit: single requests, short jobs of equal length.
 
     python -m quire.loadtest.studies contiguous DIR [--pairs 7] [--alone 4] [--jobs 32]
 
-The 42M model is made in DIR if the directory holds no model.  Two servers are up, one with `--admission static` of the
-study `baselines` (each sequence has one run of blocks for its maximum length from its start, as an engine without block
-tables has), one with `--admission forecast`.  The pool holds every sequence of either, so memory limits neither, and
-both are without a prefix cache.  They take turns, and the first of a pair alternates:
+The 42M model is made in DIR if the directory holds no model.  Two servers run, one with `--admission static` of the
+study `baselines` (each sequence has one run of blocks for its maximum length, as in an engine without block tables),
+one with `--admission forecast`.  The pool fits every sequence of either, so memory limits neither; both have no prefix
+cache.  They are measured alternately, and the first of a pair alternates, too:
 
     alone     `--alone` requests, one after the other, 128 tokens in, 128 out
     uniform   `--jobs` requests at once, 50 tokens in, 50 out
 
 For each, milliseconds per token on the clock (alone: between two tokens; uniform: until the last one, over all tokens),
-and CPU milliseconds of the engine's process a token, which other programs on the machine disturb less.  Each pair gives
-a ratio, paged over static; the figure is the median of the ratios.  Paging costs nothing where it is 1.  Writes
+and CPU milliseconds of the engine's process per token, which other programs on the machine disturb less.  The result is
+the median over pairs of the ratio paged / static.  At a ratio of 1 paging costs nothing.  Writes
 loadtest/results/contiguous_<device>.json.
 """
 
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pairs", type=int, default=7, help="pairs of each load; default 7")
     parser.add_argument("--alone", type=int, default=4, help="requests of a run one after the other; default 4")
     parser.add_argument("--jobs", type=int, default=32, help="requests of a run at once; default 32")
-    parser.add_argument("--server", default="", help="more options of both servers, in one string")
+    parser.add_argument("--server", default="", help="further options of both servers, in one string")
 
 
 def send(options: Options, jobs: Sequence[Job]) -> list[Record]:
@@ -114,7 +114,7 @@ def main(args: argparse.Namespace, command: str) -> int:
                 clock_ms = load(options, count, seed)
                 return clock_ms, (sum(engine.cpu_times()[:2]) - before) * 1e3 / (count * tokens)
 
-            for mode in MODES:  # the first steps load kernels
+            for mode in MODES:  # warm-up: the first steps load kernels
                 once(mode, -1000)
             return pairs(once, ("clock_ms", "engine_cpu_ms"), args.pairs)
 
@@ -126,7 +126,7 @@ def main(args: argparse.Namespace, command: str) -> int:
         for name, found in values.items():
             middle = {mode: statistics.median(found[mode]) for mode in MODES}
             print(
-                f"{load}, {name} a token: static {middle['static']:.2f}, paged {middle['paged']:.2f}; paged / static "
+                f"{load}, {name} per token: static {middle['static']:.2f}, paged {middle['paged']:.2f}; paged / static "
                 f"{found['ratio_median']:.3f}, from {found['ratio_least']:.3f} to {found['ratio_most']:.3f}"
             )
     command = command.replace(str(args.directory), "DIRECTORY")

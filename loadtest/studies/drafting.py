@@ -1,21 +1,21 @@
-"""Compare an engine's tokens per second with drafts and without, step by step, on texts that repeat and others.
+"""Compare an engine's tokens per second with and without speculative decoding (drafts), on repetitive and other texts.
 
     python -m quire.loadtest.studies drafting MODEL --text FILE [--kinds prose,ramp] [--streams 1,8,64,256] [--new 64]
                                               [--rounds 2] [--part 1200] [--ramp 256] [--name NAME]
 
-and any option of an engine.  FILEs are plain text, `--text` once for each; a request takes a part of it, of `--part`
-characters (of fewer in loads of more than 64 streams):
+and any option of an engine.  FILEs are plain text, one per `--text`; a request uses a part of it of `--part`
+characters (fewer in loads of more than 64 streams):
 
     rewrite   the part, a request to repeat it, and its first words: greedy
     quote     the part, a question, and the first words of a sentence of it: greedy
     prose     the part alone, temperature 1: nothing to repeat
     ramp      prose with short prompts: requests join until `--ramp` of them run, then they end one after the other
 
-Two engines in this process answer the same requests, one without drafts.  After the prompts they take turns, a step
-each, so that other work on the machine delays both alike.  All streams run until they have `--new` tokens on average,
-those of a ramp to their end.  A round runs other requests, and the other engine drafts: weights and caches of one of
-them may lie better in memory.  So `--rounds` is even.  The tokens of both engines must be equal.  One stream runs
-before anything is measured, so that the engines know their step times.
+Two engines in this process answer the same requests, one without drafts.  After prefill their steps alternate, so that
+other work on the machine delays both equally.  All streams run until they have `--new` tokens on average,
+those of a ramp to their end.  The next round has other requests, and the other engine drafts, because one engine's
+weights may be better placed in memory.  So `--rounds` is even.  The tokens of both engines must be equal.  One stream
+runs before anything is measured, so that the engines know their step times.
 
 Prints one line of JSON: by kind and streams, tokens/s with drafts over tokens/s without (of all rounds, and the minimum
 and maximum of a round), `cpu`: the same in tokens per second of the process's CPU time, tokens per step of a stream (of
@@ -53,9 +53,9 @@ from quire.loadtest import machine
 
 T = TypeVar("T")
 
-RAMP_PART = 200  # characters of a ramp's prompts
-FULL_PARTS = 64  # streams up to which each has a part of `--part` characters
-SPARE = 4  # times `--new` that an answer may grow to, so that no stream ends while the others are measured
+RAMP_PART = 200  # characters of each prompt of a ramp
+FULL_PARTS = 64  # maximum number of streams with parts of `--part` characters
+SPARE = 4  # maximum length of an answer as a multiple of `--new`, so that no stream ends during the measurement
 JOINS = 8  # requests of a ramp that join in each step
 KV_GIB = 4.0  # GiB of KV cache per engine
 TEXTS: dict[str, tuple[Callable[[str], str], float]] = {  # (prompt from a part of FILE, temperature)
@@ -68,7 +68,7 @@ TEXTS: dict[str, tuple[Callable[[str], str], float]] = {  # (prompt from a part 
 
 @dataclass(slots=True)
 class Run:
-    """The requests of one round on one of the engines: sums over its steps behind the prompts."""
+    """The requests of one round on one engine: sums over its steps after prefill."""
 
     llm: LLM
     seconds: float = 0.0
@@ -135,13 +135,13 @@ def timed_calls(llm: LLM) -> Iterator[list[float]]:
 
 @contextmanager
 def without_drafts(llm: LLM) -> Iterator[None]:
-    """A context in which an engine, idle when it begins and ends, computes no drafts."""
+    """A context in which an engine computes no drafts.  The engine must be idle at its begin and end."""
     with mock.patch.object(llm.engine.core.drafts, "drafter", None):
         yield
 
 
 def race(llms: Sequence[LLM], prompts: list[list[int]], temperature: float, new: int, *, ramp: bool) -> list[Run]:
-    """Answer the prompts on both engines, a step of each in turn; the first one drafts nothing.
+    """Answer the prompts on both engines, in alternate steps; the first engine computes no drafts.
 
     Raises ConfigError if a text differs."""
     runs = [Run(llm, waiting=list(enumerate(prompts))) for llm in llms]
@@ -153,7 +153,7 @@ def race(llms: Sequence[LLM], prompts: list[list[int]], temperature: float, new:
     turns = runs
     while turns := [
         one
-        for one in reversed(turns)  # each goes first by turns
+        for one in reversed(turns)  # which engine steps first alternates
         if one.waiting or (one.llm.unfinished and (ramp or one.tokens < new * len(prompts)))
     ]:
         for one in turns:
@@ -171,7 +171,7 @@ def race(llms: Sequence[LLM], prompts: list[list[int]], temperature: float, new:
 def compare(
     llms: Sequence[LLM], rounds: list[list[list[int]]], temperature: float, new: int, *, ramp: bool = False
 ) -> dict[str, float]:
-    """Return what the docstring says; `rounds`: the prompts of each round.  Raises ConfigError if a text differs."""
+    """Return the module's measurements; `rounds`: prompts of each round.  Raises ConfigError if a text differs."""
     pairs = []
     for at, prompts in enumerate(rounds):
         order = llms if at % 2 == 0 else llms[::-1]
@@ -217,7 +217,7 @@ def parts_of(text: str, size: int, count: int) -> list[str]:
 
 def open_engines(config: EngineConfig) -> tuple[LLM, LLM]:
     """Return two engines that draft.  Raises OperatorError."""
-    # Answers are timed, not waits: prompts may fill a step.
+    # Throughput is measured, not ITL, so prompts may fill a step.
     config = msgspec.structs.replace(config, drafts="on", prefix_cache=False, itl_stretch=0.0, step_target_s=0.0)
     if not config.kv_blocks and not config.kv_memory_gib:
         config = msgspec.structs.replace(config, kv_memory_gib=KV_GIB)
@@ -245,7 +245,7 @@ def main(argv: list[str]) -> int:
     try:
         llms = open_engines(config)
         encode = load_tokenizer(str(hf.find(config.model))).encode
-        compare(llms, [[encode(text[:RAMP_PART])]] * 2, 1.0, own.new)  # so that step times are known
+        compare(llms, [[encode(text[:RAMP_PART])]] * 2, 1.0, own.new)  # so that step times are measured
         for kind in own.kinds:
             prompt_of, temperature = TEXTS[kind]
             for streams in [own.ramp] if kind == "ramp" else own.streams:

@@ -1,4 +1,4 @@
-"""Compare the token ids of requests with drafts and without: over HTTP, in a full pool, with engines that are killed.
+"""Compare token ids with and without speculative decoding (drafts): over HTTP, in a full pool, with killed engines.
 
 Two servers of the demo model answer the same requests, one with `--drafts off`, one with `--drafts on`.  Both get
 `--deterministic` and a pool that is too small for all streams: requests wait, since the forecast avoids preemption.
@@ -11,7 +11,7 @@ computes drafts; its requests resume from the token log in Redis.
     schema   fill in a JSON schema
     tool     call a function
 
-Temperatures are 0, 0.7 and 1.2 by turns, and every seventh request has four choices (without `prediction`).
+Temperatures alternate among 0, 0.7 and 1.2, and every seventh request has four choices (without `prediction`).
 
     python -m quire.loadtest.studies drafting-digests --text FILE [--requests 500] [--dtype bfloat16] [--kills 5]
 
@@ -38,9 +38,9 @@ from quire.loadtest.server import MODEL_NAME, Server, engine_processes, serve
 
 KINDS = ("edit", "quote", "prose", "schema", "tool")
 TEMPERATURES = (0.0, 0.7, 1.2)
-CHOICES_EVERY = 7  # requests, of which one has four choices
-PART = 240  # characters of a text
-POLL_S = 0.02  # between two looks at the counts before a kill
+CHOICES_EVERY = 7  # every n-th request has four choices
+PART = 240  # characters of the text in a request
+POLL_S = 0.02  # seconds between two reads of the counts before a kill
 COUNTS = {
     "drafts": "vllm:spec_decode_num_draft_tokens_total",
     "accepted": "vllm:spec_decode_num_accepted_tokens_total",
@@ -89,8 +89,8 @@ def body(at: int, text: str, tokens: int) -> dict[str, Any]:
 class Outcome:
     """The digests and counts of one server."""
 
-    digests: list[str] = field(default_factory=list)  # one for each request
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))  # sums over its engines
+    digests: list[str] = field(default_factory=list)  # digest of each request's answer
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))  # sums over the server's engines
     kills: int = 0
 
     @property
@@ -99,7 +99,7 @@ class Outcome:
 
 
 async def counts(session: aiohttp.ClientSession) -> dict[str, int]:
-    """Return the counts of the engine that runs now; zeros while none does."""
+    """Return the counts of the running engine; zeros if none runs."""
     try:
         async with session.get("/metrics") as response:
             page = await response.text()
@@ -141,7 +141,9 @@ async def run(server: Server, bodies: list[dict[str, Any]], streams: int, kills:
     """Send all requests, `streams` at a time, and kill the engine at `kills` moments between the first and the last."""
     outcome, slots = Outcome(), asyncio.Semaphore(streams)
     done = 0
-    reached = {len(bodies) * (at + 1) // (kills + 1): asyncio.Event() for at in range(kills)}  # by requests done
+    reached = {
+        len(bodies) * (at + 1) // (kills + 1): asyncio.Event() for at in range(kills)
+    }  # number of finished requests -> event of a kill
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(server.url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
 
@@ -171,15 +173,15 @@ async def run(server: Server, bodies: list[dict[str, Any]], streams: int, kills:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this study."""
-    parser.add_argument("--text", type=Path, required=True, help="plain text; each request takes a part of it")
+    parser.add_argument("--text", type=Path, required=True, help="plain text; each request uses a part of it")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--tokens", type=int, default=32, help="maximum tokens of an answer")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--kv-blocks", type=int, default=120, help="too few for all streams at once")
+    parser.add_argument("--kv-blocks", type=int, default=120, help="KV blocks, too few for all streams at once")
     parser.add_argument("--kills", type=int, default=5)
-    parser.add_argument("--name", type=machine.result_name, default="drafting_digests", help="of the result file")
+    parser.add_argument("--name", type=machine.result_name, default="drafting_digests", help="name of the result file")
 
 
 def main(args: argparse.Namespace, command: str) -> int:

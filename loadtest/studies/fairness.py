@@ -3,7 +3,8 @@
     python -m quire.loadtest.studies fairness DIR [--seeds 1,2,3]
 
 Each seed gives one set of arrivals, which is replayed twice on a new server: all of them, and the quiet tenant's alone.
-The loud tenant sends more than the server can serve in time, so both of the gateway's lanes are in use.
+The loud tenant sends more than the server can serve in time, so both lanes of the gateway are in use: on-time requests,
+whose estimated wait meets the TTFT target, and late ones.
 The executor is scripted: steps take a fixed time and compute nothing, so only the waiting differs.
 DIR holds a model's tokenizer and config; the 42M model is made there if it holds none.
 """
@@ -23,7 +24,7 @@ from quire.loadtest.server import MODEL_NAME, serve
 from quire.loadtest.stats import Record, spread
 
 TENANTS = ("loud", "quiet")
-GOAL = 1.2  # the quiet tenant's p99 with the loud tenant, over its p99 alone
+GOAL = 1.2  # target: the quiet tenant's TTFT p99 with the loud tenant / alone
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shares", default="10,1", help="weights of the loud and the quiet tenant's requests; default 10,1"
     )
-    parser.add_argument("--rate", type=float, default=22.0, help="requests a second of both tenants; default 22")
+    parser.add_argument("--rate", type=float, default=22.0, help="requests per second of both tenants; default 22")
     parser.add_argument("--seconds", type=float, default=20.0, help="length of a run; default 20")
     parser.add_argument(
         "--scale", type=float, default=0.48, help="factor on ShareGPT-like lengths; default 0.48: 77 tokens in, 162 out"
@@ -97,13 +98,13 @@ def main(args: argparse.Namespace, command: str) -> int:
                   f"{quiet['refused_at_first']} of {quiet['requests']}", flush=True)  # fmt: skip
         loud = beside[TENANTS[0]]
         print(
-            f"seed {seed}: p99 {figures[f'seed {seed}']['ttft_p99_ratio']} times that alone (goal {GOAL}); "
+            f"seed {seed}: p99 {figures[f'seed {seed}']['ttft_p99_ratio']} times that alone (target {GOAL}); "
             f"of the loud tenant's {loud['requests']} requests {loud['late']} were late, {loud['completed']} completed",
             flush=True,
         )
     ratios = [each["ttft_p99_ratio"] for each in figures.values()]
     figures["median_ratio"] = statistics.median(ratios)
-    print(f"median {figures['median_ratio']} times that alone (goal {GOAL})", flush=True)
+    print(f"median {figures['median_ratio']} times that alone (target {GOAL})", flush=True)
     path = machine.write("fairness", command.replace(str(args.model), "DIR"), figures)
     print(f"written to {path.relative_to(machine.ROOT)}")
     return 0

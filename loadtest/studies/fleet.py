@@ -1,19 +1,19 @@
 """`python -m quire.loadtest.studies fleet WORKLOAD`: several engines on one queue, on a virtual clock.
 
-It shows what prefix locality does to hit rate, requests per second and waiting, and what the fleet asks of Redis.
+It measures the effect of prefix locality on hit rate, requests per second and waits, and the fleet's load on Redis.
 
     sessions --> GatewaySide --> Redis, the real scripts --> EngineSide --> the real scheduler and prefix cache
-                                      ^ virtual time                          steps take what StepTime says
+                                      ^ virtual time                          StepTime: seconds per step
 
-Redis, the scripts, both sides of the bus and the schedulers are real.  Made up are the model, the time that steps take,
-and Redis' clock: `now_ms` of the scripts reads a key that this program sets.  An engine syncs after
-each step, and when a script wakes it; wakes during a sync (`--exchange-ms`) count as one.
+Redis, the scripts, both sides of the bus and the schedulers are real.  The model, the step times and Redis' clock are
+simulated: `now_ms` of the scripts reads a key that this program sets.  An engine syncs after each step, and when a
+script wakes it up; wake-ups during a sync (`--exchange-ms`) count as one.
 
 Workloads, each after a warm-up that is not counted:
   prefixes   600 prefixes of 1,000 tokens, 100 tokens of its own and 64 of output for each request (--prefixes, --own,
              --output)
-  chats      conversations of 6 turns: a system prompt of 256 tokens, then 200 tokens and an answer of 64 a turn
-  unique     prompts of 1,000 tokens that share nothing
+  chats      conversations of 6 turns: a system prompt of 256 tokens, then 200 tokens and an answer of 64 per turn
+  unique     prompts of 1,000 tokens without shared prefixes
   mix        half prefixes, half unique
 """
 
@@ -58,13 +58,13 @@ from quire.engine.wire.records import QueueBounds
 # An 8B model in bfloat16 on an H200: 4.06 ms per step with one sequence, 9.65 ms with 256; 23 us a prompt token.
 STEP = StepTime(fixed=0.00404, row=0.000022, prompt_token=0.000023)
 BLOCK = 16
-TARGET_MS = 1600  # in the on-time lane
+TARGET_MS = 1600  # maximum wait in the on-time lane (requests whose estimated wait meets the TTFT target)
 WARM_RATE = 0.3  # fraction of the request rate during the warm-up: caches fill before the queue does
 TIME = "local time = call('TIME')\n    NOW = time[1] * 1000 + math.floor(time[2] / 1000)"
 
 
 class Turn(msgspec.Struct):
-    """One request of a session.  The next one follows when it has been answered."""
+    """One request of a session.  The next one follows its answer."""
 
     tokens: list[int]
     then: Callable[[], tuple[float, Turn] | None] = lambda: None  # seconds after the answer, and the next turn
@@ -76,7 +76,7 @@ Sessions = Iterator[Turn]
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """How large a workload is."""
+    """Sizes of a workload."""
 
     prefixes: int = 600  # prefixes that requests share
     own: int = 100  # tokens after the prefix
@@ -121,7 +121,7 @@ WORKLOADS: Mapping[str, Callable[[random.Random, Shape], Sessions]] = MappingPro
 
 
 class _Count(msgspec.Struct):
-    """Sums since the start, at one moment of virtual time."""
+    """Sums from the start to one moment of virtual time."""
 
     at: float
     scripts: int
@@ -131,7 +131,7 @@ class _Count(msgspec.Struct):
     requests: int
 
     def load(self, before: _Count) -> dict[str, float]:
-        """Return what the fleet has asked of Redis since `before`."""
+        """Return the fleet's load on Redis since `before`."""
         seconds, syncs = self.at - before.at, self.syncs - before.syncs
         requests, steps = self.requests - before.requests, self.steps - before.steps
         cpu_us = self.cpu_us - before.cpu_us
@@ -140,10 +140,10 @@ class _Count(msgspec.Struct):
             "exchanges_per_s": syncs / seconds,
             "exchanges_per_request": syncs / requests,
             "exchanges_per_step": syncs / max(1, steps),
-            "steps_per_s": steps / seconds,  # all engines together
+            "steps_per_s": steps / seconds,  # steps per second of all engines together
             # Redis' CPU time, which depends on the machine.
             "cpu_us_per_request": cpu_us / requests,
-            "cores": cpu_us / 1e6 / seconds,  # above 1, one Redis is not enough
+            "cores": cpu_us / 1e6 / seconds,  # CPU cores that Redis needs; above 1, one Redis is not enough
         }
 
 
@@ -156,11 +156,11 @@ class Figures(msgspec.Struct):
     hit_rate: float  # prompt tokens found in a prefix cache / prompt tokens
     ttft: tuple[float, float, float]  # p50, p90, p99
     ttft_by_tenant: dict[str, tuple[float, float, float]]
-    claims: dict[str, int]  # by Claim.reason
-    busiest: float  # requests of the engine that began most / mean
+    claims: dict[str, int]  # Claim.reason -> number of claims
+    busiest: float  # requests started by the busiest engine / mean
     exchange_us: float  # Redis' mean time for one sync
     waiting: int  # requests in the queue when the last session arrived
-    redis: dict[str, float]  # see _Count.load; until the last session arrived
+    redis: dict[str, float]  # see _Count.load; up to the arrival of the last session
 
 
 class _Texts(ScriptedExecutor):
@@ -183,9 +183,9 @@ class _Engine:
         self.changes: tuple[list[bytes], list[bytes]] = [], []
         self.deltas: list[Delta] = []
         self.finished: list[str] = []
-        self.running: float = 0.0  # seconds that the step in flight takes; 0: none is
+        self.running: float = 0.0  # seconds of the step in flight; 0: no step is in flight
         self.steps = self.begun = self.syncs = 0
-        self.silent_until = 0.0  # rings before this time count as one, which `rung` remembers
+        self.silent_until = 0.0  # wake-ups before this time count as one, recorded in `rung`
         self.rung = False
         self.claims: Counter[str] = Counter()
         self.load = EngineLoad(name, "sim", "sim", FAR, VOCAB, BLOCK, blocks, blocks, 0, 0, 0, 0, 0)
@@ -221,11 +221,11 @@ class _Engine:
 
     @property
     def due(self) -> bool:
-        """Whether a sync at the end of this step says or claims anything of note."""
+        """Whether the engine must sync at the end of this step: it has something to report or to claim."""
         return bool(self.finished) or self.steps % 16 == 0 or self.core.headroom.startable()[1] > 0
 
     async def sync(self) -> float:
-        """Exchange with Redis; return the seconds after which to ask again, 0: at the next occasion."""
+        """Sync with Redis; return the seconds until the next sync; 0: after the next step or wake-up."""
         (gained, lost), self.changes = self.changes, ([], [])
         lost = [digest for digest in lost if digest not in set(gained)]
         costs, report = self.core.step_cost, None
@@ -249,7 +249,7 @@ class _Engine:
         return reply.retry_ms / 1000
 
     def loads_waiting(self) -> tuple[float, int]:
-        """Seconds until one more LoRA adapter would be loaded, 0: not known; and adapters that wait for their load."""
+        """Return the seconds until one more LoRA adapter would be loaded (0: not known), and the waiting loads."""
         return 0.0, 0
 
     def accept(self, request: Generate) -> None:
@@ -275,7 +275,7 @@ class Run:
         output: int,
         exchange_s: float,
     ) -> None:
-        """`output`: tokens of each answer.  `exchange_s`: from a sync's start until rings lead to another one."""
+        """`output`: tokens of each answer.  `exchange_s`: duration of a sync, in which wake-ups count as one."""
         self.output, self.exchange_s = output, exchange_s
         self.url = server.url
         self.client = redis.Redis.from_url(server.url)
@@ -319,7 +319,7 @@ class Run:
         await self.arrive(next(sessions), counts=counts)
 
     def wake(self) -> None:
-        """Let the engines whose bells the last script has rung sync."""
+        """Sync the engines that the last script has woken."""
         self.bells.ping("end")
         while (message := self.bells.get_message(timeout=None))["type"] != "pong":
             if message["type"] == "pmessage":
@@ -343,7 +343,7 @@ class Run:
             self.start(engine)
 
     async def sync(self, engine: _Engine) -> None:
-        """Exchange with Redis; ask again when the reply says so, unless another sync comes first."""
+        """Sync with Redis; sync again when the reply says so, unless another sync comes first."""
         retry = await engine.sync()
         self.wake()
         if retry:
@@ -372,7 +372,7 @@ class Run:
         self.start(engine)
 
     async def serve(self, streams: list[tuple[Sessions, float]], warm: int, count: int) -> Figures:
-        """Let sessions arrive at these rates a second (Poisson); `warm` of all are not counted, `count` are."""
+        """Start sessions at these rates per second (Poisson): `warm` sessions that are not counted, then `count`."""
         await self.gateway.open()
         self.tick()
         for engine in self.engines:
@@ -442,12 +442,12 @@ class Run:
 
 
 def redis_cpu_s(info: Mapping[str, Any]) -> float:
-    """Return the seconds of CPU that Redis has used since its start, by its INFO."""
+    """Return the CPU seconds that Redis has used since its start, from its INFO."""
     return float(info["used_cpu_user"] + info["used_cpu_sys"])
 
 
 def use_virtual_clock() -> None:
-    """Let the scripts of this process take the time from a key.  Raises RuntimeError where their clock has changed."""
+    """Make the scripts of this process read the time from a key.  Raises RuntimeError if base.lua differs."""
     for script in vars(scripts).values():
         if isinstance(script, scripts.Script) and "now_ms" in script.source:
             if TIME not in script.source:
@@ -463,11 +463,13 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument("workload", choices=sorted(WORKLOADS))
     parser.add_argument("--engines", type=int, default=4, help="engines (default: 4)")
-    parser.add_argument("--blocks", type=int, default=12_288, help="KV blocks of 16 tokens of each (default: 12288)")
-    parser.add_argument("--rate", type=float, default=100.0, help="sessions a second, Poisson (default: 100)")
-    parser.add_argument("--quiet", type=float, default=0.0, help="requests a second of a second tenant (default: 0)")
-    parser.add_argument("--warm", type=int, default=1500, help="sessions before the figures begin (default: 1500)")
-    parser.add_argument("--requests", type=int, default=2000, help="sessions that count (default: 2000)")
+    parser.add_argument("--blocks", type=int, default=12_288, help="KV blocks of 16 tokens per engine (default: 12288)")
+    parser.add_argument("--rate", type=float, default=100.0, help="sessions per second, Poisson (default: 100)")
+    parser.add_argument("--quiet", type=float, default=0.0, help="requests per second of a second tenant (default: 0)")
+    parser.add_argument(
+        "--warm", type=int, default=1500, help="warm-up sessions, which are not counted (default: 1500)"
+    )
+    parser.add_argument("--requests", type=int, default=2000, help="sessions after the warm-up (default: 2000)")
     parser.add_argument(
         "--prefixes", type=int, default=DEFAULT.prefixes, help="prefixes that requests share (default: 600)"
     )
@@ -477,12 +479,12 @@ def options() -> argparse.ArgumentParser:
         "--exchange-ms",
         type=float,
         default=0.0,
-        help="how long an engine's sync takes in which "
-        "further rings of its bell count as one (default: 0, each ring is a sync)",
+        help="duration of an engine's sync, in which "
+        "further wake-ups count as one (default: 0, each wake-up is a sync)",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mode", choices=["locality", "order", "one"], default="locality",
-                        help="order: engines claim the queue in its order; one: one engine with all blocks, as fast as "
+                        help="order: engines claim in queue order; one: one engine with all blocks, and the speed of "
                         "all together")  # fmt: skip
     return parser
 

@@ -1,12 +1,12 @@
-"""How many tokens one gateway process streams, and how much CPU time a token takes.
+"""Tokens per second that one gateway process streams, and its CPU time per token.
 
     python -m quire.loadtest.studies gateway MODEL_DIRECTORY [--streams 256] [--tokens 400] [--step-ms 5]
                                              [--compare CHECKOUT] [--chat] [--tools]
 
 Starts `quire serve` with the scripted executor, which computes nothing.  Everything else is real: the engine's step
-loop, Redis, one gateway, and this client, which reads every stream.  At `--step-ms 5` the engine offers 200 tokens a
-second to each stream, 51,200 to all 256.  A gateway that falls behind merges tokens into larger events, so events are
-counted too.  CPU time is read from the gateway process: other work on the machine hardly changes it.
+loop, Redis, one gateway, and this client, which reads every stream.  At `--step-ms 5` the engine generates 200 tokens/s
+per stream, 51,200 for all 256.  A gateway that falls behind merges tokens into larger events, so events are
+counted too.  CPU time is that of the gateway process, so other work on the machine hardly changes it.
 
 `--compare CHECKOUT` measures another checkout of this project in turn with this one (`git worktree add CHECKOUT
 COMMIT`).  Each is measured `--rounds` times, and medians are reported: the cost of a change.

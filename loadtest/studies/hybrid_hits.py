@@ -1,11 +1,11 @@
-"""Count the prompt tokens that the prefix cache of a model with recurrent layers finds, by workload.
+"""Count the prompt tokens found in the prefix cache of a model with recurrent layers, by workload.
 
     python -m quire.loadtest.studies hybrid-hits        27 checkpoints, about what 1 GiB leaves of a 0.8B model
     python -m quire.loadtest.studies hybrid-hits --checkpoints 400
 
-The scheduler is the engine's own; a scripted executor stands for the model, so a run takes seconds.  Prompts are random
-token ids.  `found` is the share of the shared tokens, those that an earlier prompt began with, over all prompts but the
-first; `second` is the share that the second prompt found.
+The scheduler is real; a scripted executor replaces the model, so a run takes seconds.  Prompts are random
+token ids.  `found`: hit rate among shared tokens (those at the start of an earlier prompt, too), over all prompts but
+the first.  `second`: the same for the second prompt.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Prompt(NamedTuple):
     """One request of a workload."""
 
     ids: list[int]
-    shared: int  # tokens that an earlier request has computed as well
-    output: int  # tokens
-    anchors: tuple[int, ...] = ()  # ends of turns
+    shared: int  # tokens at the start that an earlier request has, too
+    output: int  # output tokens
+    anchors: tuple[int, ...] = ()  # positions of the ends of turns
 
 
 def ids(count: int, draw: random.Random) -> list[int]:
@@ -52,7 +52,7 @@ class Engine:
         config = EngineConfig(prefix_cache=cache)
         info = ModelInfo("hybrid", "hybrid", VOCAB, LENGTH, [0], 0, state_bytes=1, checkpoints=checkpoints)
         self.llm = LLM.over(config, ScriptedExecutor(info, 16_384))
-        self.computed = 0  # prompt tokens of all slices
+        self.computed = 0  # prompt tokens computed in all slices
         self._count = 0
 
     def run(self, prompt: Prompt) -> tuple[int, list[int]]:
@@ -87,9 +87,9 @@ def measure(prompts: Iterator[Prompt], checkpoints: int) -> dict[str, float]:
 
 
 def chat(checkpoints: int, draw: random.Random, *, turns: int = 12, system: int = 512) -> dict[str, float]:
-    """One conversation: each turn's prompt is the last prompt and its answer, then a message of 60 tokens."""
+    """One conversation: each turn's prompt is the previous prompt, its answer and a message of 60 tokens."""
     engine, found, shared, asked = Engine(checkpoints), 0, 0, ids(system, draw)
-    known = 0  # tokens of the last prompt and its answer
+    known = 0  # tokens of the previous prompt and its answer
     for _ in range(turns):
         message = ids(60, draw)
         asked = asked + message
@@ -115,7 +115,7 @@ def work(checkpoints: int, draw: random.Random) -> dict[str, float]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoints", type=int, default=27, help="places for copies of recurrent state")
+    parser.add_argument("--checkpoints", type=int, default=27, help="maximum number of checkpoints of recurrent state")
 
 
 def main(options: argparse.Namespace, command: str) -> int:

@@ -1,8 +1,8 @@
-"""Policies for a burst that `python -m quire.loadtest.studies oracle --policies` compares: one queue, and two lanes.
+"""Policies for a burst that `python -m quire.loadtest.studies oracle --policies` compares: one queue, two lanes.
 
 arrival ──> estimated wait <= ttft_s? ──yes──> on-time lane ──> start, in the order of the lane
                       │                            │ too late to be on time: moves
-                      └──────────no──────────> late lane ──> start with what room is left, oldest first
+                      └──────────no──────────> late lane ──> start with the remaining capacity, oldest first
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 from quire.loadtest.studies.pool_model import Goal, Policy, Pool, Work
 
-PACE_S = 5.0  # the pace is that of the last seconds
+PACE_S = 5.0  # seconds over which the rate of starts, in prompt tokens per second, is measured
 
 
 class OneQueue:
-    """Starts requests in the order of arrival, and none before the head of the queue."""
+    """Starts requests strictly in the order of arrival."""
 
     def __init__(self, work: Work, goal: Goal) -> None:
         self._queue: deque[int] = deque()
@@ -39,11 +39,11 @@ Order = Literal["oldest", "newest", "smallest prompt", "fewest tokens", "token c
 class TwoLanes:
     """The gateway's two lanes before one engine.
 
-    order, late_order: which of a lane starts first.  "fewest tokens" counts prompt and output, "token class" does in
-    powers of two and then takes the oldest, "least work" counts seconds of the engine (`Work.costs`).  These three need
-    to know output lengths.
-    late_share: fraction of the started prompt tokens that the late lane gets while both lanes have requests.
-    estimate: whether a request goes to the late lane on arrival if it is estimated to wait too long; else when it did.
+    order, late_order: order of starts in a lane.  "fewest tokens" counts prompt and output; "token class" does so in
+    powers of two, oldest first within a class; "least work" counts engine seconds (`Work.costs`).  All three need the
+    output lengths.
+    late_share: fraction of the started prompt tokens for the late lane while both lanes have requests.
+    estimate: move a request to the late lane at arrival, by its estimated wait; otherwise once it has waited too long.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TwoLanes:
         self._key, self._late_key = self._key_of(order), self._key_of(late_order)
         self._on_time: list[int] = []
         self._late: list[int] = []
-        self._recent: deque[tuple[float, int]] = deque()  # (when, prompt tokens) of starts
+        self._recent: deque[tuple[float, int]] = deque()  # (time in s, prompt tokens) of recent starts
         self._prompts = [0, 0]  # prompt tokens started from the on-time and the late lane while both had requests
 
     def _key_of(self, order: Order) -> Callable[[int], tuple[float, float]]:
@@ -81,7 +81,7 @@ class TwoLanes:
         (self._late if late else self._on_time).append(number)
 
     def _wait(self, number: int, now_s: float) -> float:
-        """Return the estimated seconds until a request starts: prompt tokens ahead of it over the pace of starts."""
+        """Return the estimated seconds until a request starts: prompt tokens ahead / prompt tokens/s started."""
         while self._recent and self._recent[0][0] < now_s - PACE_S:
             self._recent.popleft()
         started = sum(tokens for _, tokens in self._recent)
@@ -107,7 +107,7 @@ class TwoLanes:
             self._take(self._late, pool, now_s, 1)
 
     def _take(self, lane: list[int], pool: Pool, now_s: float, which: int, most: int = 1 << 30) -> None:
-        """Start requests of a lane, `most` at most, until one does not fit."""
+        """Start at most `most` requests of a lane, until one does not fit."""
         both = bool(self._on_time and self._late)
         started = 0
         for number in lane[:most]:

@@ -1,14 +1,14 @@
-"""KV memory as the limit: what paging, admission and the prefix cache make of the same 12 GB.
+"""Compare paging, admission and the prefix cache with 12 GB of KV memory, which limits the batch.
 
     python -m quire.loadtest.studies memory-limit [--shape llama-13b] [--kv-memory-gib 11.2] [--workload chat|prefix]
 
-The shape of LLaMA-13B with random weights and the KV memory that a card of 40 GB has left beside them.  Two workloads:
+The shape of LLaMA-13B with random weights and the KV memory that is left on a GPU of 40 GB.  Two workloads:
 
     chat     ShareGPT-like lengths (loadtest/traces/sharegpt_like.jsonl); rates, then all at once
     prefix   the same, after a system prompt of --prefix tokens that all requests share; all at once
 
-Each request asks for the rest of the model's context and ends by itself.  The study
-`rates` says what is measured.  Writes loadtest/results/memory_limit_<workload>_<device>.json.
+Each request has the rest of the model's context as max_tokens and ends by itself.  The study
+`rates` defines the measurements.  Writes loadtest/results/memory_limit_<workload>_<device>.json.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ PREFIX_SEED = 7
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=shapes.CONFIGS, default="llama-13b", help="of the model")
-    parser.add_argument("--kv-memory-gib", default="11.2", help="for the KV cache; default 11.2, which is 12 GB")
+    parser.add_argument("--kv-memory-gib", default="11.2", help="KV memory in GiB; default 11.2, which is 12 GB")
     parser.add_argument("--workload", choices=["chat", "prefix"], default="chat", help="see above; default chat")
     parser.add_argument("--prefix", type=int, default=1024, help="tokens of the shared system prompt; default 1024")
-    parser.add_argument("--rates", default="1,2,3,6,9,12,15", help="requests per second, of the workload chat")
-    parser.add_argument("--seconds", default="20", help="how long requests arrive at each rate; default 20")
+    parser.add_argument("--rates", default="1,2,3,6,9,12,15", help="request rates of the workload chat, per second")
+    parser.add_argument("--seconds", default="20", help="seconds of arrivals at each rate; default 20")
     parser.add_argument("--at-once", default="120", help="requests that arrive together; default 120")
-    parser.add_argument("--options", default="", help="more options of the engine, in one string")
+    parser.add_argument("--options", default="", help="further options of the engine, in one string")
 
 
 def jobs(workload: str, prefix: int, most: int) -> list[trace.Job]:
-    """Return the requests of a workload, those too long for `most` tokens left out."""
+    """Return the requests of a workload; omits requests of more than `most` tokens."""
     found = trace.read("sharegpt_like")
     if workload == "prefix":
         found = [

@@ -1,14 +1,14 @@
-"""What paging and the prefix cache make of memory: filled slots, eta, pool use over time and hit rate, by workload.
+"""Memory use with paging and the prefix cache: filled slots, eta, KV-cache utilisation and hit rate, by workload.
 
     python -m quire.loadtest.studies memory-use DIR [--seconds 30] [--rates sharegpt=1.5,alpaca=6,...]
 
-The 42M model is made in DIR if the directory holds no model.  One server gets each workload in turn, open-loop, at its
-own rate; between two of them it becomes idle.  The server's own metrics are read four times per second:
+The 42M model is made in DIR if the directory holds no model.  One server gets one workload after another, open-loop, at
+the workload's rate; between two of them it becomes idle.  The server's own metrics are read four times per second:
 
     slots filled   token slots with a token, of those in blocks that sequences hold
-    eta            blocks held, of those that static allocation would hold: prompt and max_tokens of each sequence
+    eta            blocks held / blocks of static allocation (prompt and max_tokens of each sequence)
     pool           blocks held, of all
-    hit rate       prompt tokens that the prefix cache had, of all
+    hit rate       prompt tokens found in the prefix cache / all prompt tokens
 
 `--server` adds options of the server, as one string.  Writes loadtest/results/memory_use_<device>.json.
 """
@@ -26,17 +26,17 @@ from quire.loadtest.clients import ProfileError, parse_shares
 from quire.loadtest.server import MODEL_NAME, serve
 from quire.loadtest.workloads import WORKLOADS
 
-# Workload -> requests per second: two slow cores keep up.
+# Workload -> requests per second, which two slow cores can serve.
 RATES = "sharegpt=1.2,alpaca=5,uniform-50=5,chat=1.2,rag=2,agents=2,translation=6"
-SEEDS = 1_000_000  # between the seeds of two workloads: no prompt of one begins like one of another
+SEEDS = 1_000_000  # distance between the seeds of two workloads, so that their prompts share no prefix
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, help="directory of the model; the 42M model is made there if empty")
-    parser.add_argument("--seconds", type=float, default=30.0, help="how long requests of each workload arrive")
-    parser.add_argument("--rates", default=RATES, help="workloads, and requests a second of each")
+    parser.add_argument("--seconds", type=float, default=30.0, help="seconds of arrivals of each workload")
+    parser.add_argument("--rates", default=RATES, help="workloads, and requests per second of each")
     parser.add_argument("--block-size", default="16", help="tokens of a block; default 16")
-    parser.add_argument("--server", default="", help="more options of the server, in one string")
+    parser.add_argument("--server", default="", help="further options of the server, in one string")
 
 
 def workload_name(text: str) -> str:
@@ -47,7 +47,7 @@ def workload_name(text: str) -> str:
 
 
 def figures_of(result: dict[str, Any]) -> dict[str, Any]:
-    """Return what a result of replay says of memory.  Raises SystemExit where the server has no such metrics."""
+    """Return the memory measurements in a result of replay.  Raises SystemExit if the server has no such metrics."""
     server, work = result["figures"]["server"], result["config"]["work"]
     if server["slots_filled_mean"] is None or server["eta_mean"] is None:
         raise SystemExit(

@@ -1,4 +1,4 @@
-"""Time an engine's decode steps on a CPU while other processes use its cores, too.
+"""Time an engine's decode steps on a CPU while other processes use the same cores.
 
     python -m quire.loadtest.studies neighbours MODEL [--streams 1,16] [--busy 0,1,2,4] [--new 128] [--rounds 3]
 
@@ -32,7 +32,7 @@ from quire.engine.executor import loading
 from quire.engine.llm import LLM
 from quire.engine.tools.bench import GREEDY, prefill, prompt, say, timed
 
-PROMPT = 64  # tokens
+PROMPT = 64  # tokens of a prompt
 
 
 @contextlib.contextmanager
@@ -61,7 +61,7 @@ def decode_steps(llm: LLM, streams: int, new: int) -> list[float]:
 
 
 def figures(rounds: dict[int, list[list[float]]], streams: int) -> dict[str, dict[str, float]]:
-    """Return what the docstring says, by number of neighbours, from the steps of all rounds."""
+    """Return the values of the module's docstring, by number of neighbours, from the steps of all rounds."""
     speeds = {
         count: statistics.median(streams * len(steps) / sum(steps) for steps in of) for count, of in rounds.items()
     }

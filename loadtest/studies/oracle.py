@@ -1,15 +1,15 @@
-"""How many requests of a burst any scheduler could serve in time: `python -m quire.loadtest.studies oracle FILE`.
+"""The maximum share of on-time requests of a burst for any scheduler: `python -m quire.loadtest.studies oracle FILE`.
 
 `python -m quire.loadtest burst` writes ARRIVALS.json: the arrivals of a run, the pool, and the step times that were
-measured. Three shares, each of the requests due in the burst and of all:
+measured.  Three shares of on-time requests, among those due in the burst and among all:
 
-    simulated         of a schedule with perfect knowledge of lengths and arrivals, on a virtual clock
+    simulated         with perfect knowledge of lengths and arrivals, on a virtual clock
     bound             a share that no schedule can exceed; the best possible one lies between these two
-    without_lengths   of the best of the policies of lane_policies.py that know neither output lengths nor the future
+    without_lengths   with the best policy of lane_policies.py that knows neither output lengths nor the future
 
 `--policies` prints every policy of lane_policies.py.
 
-A request is on time if its j-th token (0, 1, ...) is out at most ttft_s + j * pace_s after its arrival.
+A request is on time if its j-th token (0, 1, ...) is generated at most ttft_s + j * pace_s after its arrival.
 
 The bound.  (1) `Work.token_costs`: a step of an engine takes at least the sum of a cost for each token in it, whatever
 runs with it.  Costs add up, so an engine can do at most e - s seconds of them from s to e.  (2) The step of a request's
@@ -18,9 +18,9 @@ j-th token begins at least j shortest steps after its arrival.  So of a request 
     arrival + j * shortest >= s   and   arrival + ttft_s + j * pace_s <= e
 
 are computed between s and e, whatever the schedule.  (3) Let w_i be the cost of those tokens of request i.  The
-requests that are on time satisfy sum(w_i) <= e - s.  Fewest seconds first gives the most requests that do.  That is a
-bound for every pair (s, e); the smallest is used.  It also covers schedules that preempt, swap or idle.  It does not
-cover requests that share a prefix.
+requests that are on time satisfy sum(w_i) <= e - s.  Choosing the requests with the fewest seconds maximises their
+number.  That is a bound for every pair (s, e); the smallest is used.  It also covers schedules that preempt, swap or
+idle.  It does not cover requests that share a prefix.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from quire.loadtest.studies.lane_policies import POLICIES, WITHOUT_LENGTHS
 from quire.loadtest.studies.pool_model import Capacity, Goal, Outcome, Pool, Request, Work, run
 
 GRID_S = 1.0  # ends of the intervals of the bound
-# Fractions of the requests that may start, cheapest first.
+# Fractions of the requests that may start, those with the lowest cost first.
 SHARES = (0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 1.0)
 # Rounding errors may put a token inside an interval that it just misses; the interval is longer by more than that.
 ROUNDING, SLACK_S = 1e-9, 1e-6
@@ -72,7 +72,7 @@ class Arrivals(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def bound(work: Work, goal: Goal, counted: Sequence[bool]) -> int:
-    """Return a number of requests that no schedule has on time, of those that are `counted`; see the module."""
+    """Return an upper bound on the on-time requests of any schedule among `counted`; see the module's docstring."""
     chosen = [number for number, is_counted in enumerate(counted) if is_counted]
     if not chosen:
         return 0
@@ -103,7 +103,7 @@ class Clairvoyant:
     """Starts the chosen requests in the order of `keys` while they can be on time, and drops the others.
 
     Dropped requests can run after the last arrival, where they delay no request that is on time.
-    skip: whether a request may start before one that is ahead of it and does not fit."""
+    skip: a request may start before an earlier one that does not fit."""
 
     def __init__(self, work: Work, goal: Goal, chosen: Sequence[bool], keys: Sequence[float], skip: bool) -> None:
         self._work, self._goal, self._chosen, self._keys, self._skip = work, goal, chosen, keys, skip
@@ -132,9 +132,9 @@ class Clairvoyant:
 def clairvoyant(work: Work, goal: Goal, counted: Sequence[bool], rounds: int) -> list[bool]:
     """Return which requests are on time in the best schedule found for those that are `counted`.
 
-    First the cheapest of them, for each share of SHARES, in the order of cost or of arrival, with and without skipping.
-    Then a local search of `rounds` steps: forbid a few expensive ones that were on time, allow a few cheap ones that
-    were not, keep what is better."""
+    First tries the requests of lowest cost, for each share of SHARES, in the order of cost or arrival, with and without
+    skipping.  Then a local search of `rounds` steps: forbid a few on-time requests of high cost, allow a few late ones
+    of low cost, and keep improvements."""
     costs = work.costs
     arrivals = [request.at_s for request in work.requests]
     ranked = sorted((number for number, is_counted in enumerate(counted) if is_counted), key=costs.__getitem__)
@@ -174,8 +174,8 @@ def clairvoyant(work: Work, goal: Goal, counted: Sequence[bool], rounds: int) ->
 def shares(work: Work, goal: Goal, rounds: int) -> dict[str, dict[str, float]]:
     """Return for "burst" and "all": requests, and the shares `simulated`, `bound` and `without_lengths`.
 
-    Each is the best for itself: to serve more of the burst, a schedule may refuse requests outside it.  Without a phase
-    "burst" that entry has no requests and shares of 0."""
+    Each share is maximised separately: to serve more of the burst, a schedule may refuse requests outside it.  Without
+    a phase "burst" that entry has no requests and shares of 0."""
     found = {}
     rows = {row["policy"]: row for row in policies(work, goal)}
     for name in ("burst", "all"):
@@ -193,7 +193,7 @@ def shares(work: Work, goal: Goal, rounds: int) -> dict[str, dict[str, float]]:
 
 
 def policies(work: Work, goal: Goal) -> Iterable[dict[str, Any]]:
-    """Yield a row for each of POLICIES: on-time shares, the last first token, the pool's use while requests wait.
+    """Yield a row for each of POLICIES: on-time shares, the last first token, utilisation while requests wait.
 
     Only first tokens count.  An engine computes long prompts in chunks, so that they make no long gaps; this model
     computes them at once."""
@@ -235,7 +235,10 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument("arrivals", type=Path, help="file that `python -m quire.loadtest burst` writes")
     parser.add_argument(
-        "--rounds", type=int, default=100, help="steps of the local search; default 100. More find more"
+        "--rounds",
+        type=int,
+        default=100,
+        help="steps of the local search; default 100; more steps give a better result",
     )
     parser.add_argument("--policies", action="store_true", help="also simulate policies without perfect knowledge")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")

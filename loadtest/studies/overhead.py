@@ -1,11 +1,11 @@
-"""What Redis, gateway and HTTP cost, compared with the same engine offline: time to first token, tokens per second.
+"""The cost of Redis, gateway and HTTP compared with the same engine offline: time to first token, tokens per second.
 
     python -m quire.loadtest.studies overhead [--rate 10] [--requests 200] [--rounds 3] [--threads 1]
 
 The model is the 42M one of loadtest/checkpoint.py, prompts have 78 tokens, outputs about 172, sampling is greedy.
-Requests arrive at `--rate` a second, at the same seeded random times offline and served.  A request that arrives during
-a step waits for the step's end in both, and time to first token counts from the arrival.  Offline and served runs
-alternate; medians are reported.  The engine computes on `--threads` cores in both.  So on a machine with two cores the
+Requests arrive at `--rate` per second, at the same seeded random times offline and served.  A request that arrives
+during a step waits for the step's end in both, and time to first token counts from the arrival.  Offline and served
+runs alternate; medians are reported.  The engine has `--threads` threads in both, so on a machine with two cores the
 other one is free for gateway, Redis and this client.
 """
 
@@ -32,7 +32,7 @@ from quire.loadtest.workloads import Arrival
 
 
 def peak_concurrency(records: list[Record]) -> int:
-    """Return the maximum number of requests that were open at once, from when each was due to its end."""
+    """Return the maximum number of concurrent requests, each from its due time to its end."""
     changes = sorted([(record.due_s, 1) for record in records] + [(record.end_s, -1) for record in records])
     return max(accumulate(change for _, change in changes))
 
@@ -68,10 +68,10 @@ def run_offline(checkpoint: Path, requests: Path, flags: list[str]) -> dict[str,
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rate", type=float, default=10.0, help="requests a second; default 10")
+    parser.add_argument("--rate", type=float, default=10.0, help="requests per second; default 10")
     parser.add_argument("--requests", type=int, default=200, help="requests of each run; default 200")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each kind, medians are reported; default 3")
-    parser.add_argument("--threads", type=int, default=1, help="cores that the engine computes on; default 1")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the engine; default 1")
 
 
 def main(args: argparse.Namespace, command: str) -> int:

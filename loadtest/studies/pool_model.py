@@ -1,11 +1,11 @@
-"""A small model of an engine's block pool and of policies in front of it: thousands of requests in a tenth of a second.
+"""A small model of an engine's block pool and of admission policies: thousands of requests in a tenth of a second.
 
     arrivals ──> policy: which waiting request starts now? ──> Pool: does it fit until its end? ──> a step of the clock
 
 Every output length is known, and every running sequence gets a token in each step.  So the blocks that a sequence will
 hold are known when it starts, and a start that fits now fits until its end: nothing is ever preempted.  The real
 scheduler (`engine.tools simulate`) decides the same in mode "forecast" with known lengths, but takes a hundred times as
-long.  Left out: chunks of a prompt (it is computed in one step), shared prefixes, Redis and the network.
+long.  Not modelled: chunked prefill (a prompt is computed in one step), shared prefixes, Redis and the network.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """What an engine has, and how long its steps take."""
+    """Resources and step times of an engine."""
 
     blocks: int
     block_size: int  # tokens
@@ -44,7 +44,7 @@ class Capacity(msgspec.Struct, frozen=True):
 
 
 class Goal(msgspec.Struct, frozen=True):
-    """When a request is on time: its j-th token (0, 1, ...) is out at most ttft_s + j * pace_s after its arrival."""
+    """Definition of on time: the j-th token (0, 1, ...) is generated at most ttft_s + j * pace_s after the arrival."""
 
     ttft_s: float = 2.0
     pace_s: float = 0.1
@@ -87,15 +87,15 @@ class Pool:
     def __init__(self, work: Work) -> None:
         self._work = work
         self._usage: Array = np.zeros(1 << 14, dtype=np.int64)  # blocks held in each step
-        self._ends: list[int] = []  # heap: of each running sequence, the step after its last
+        self._ends: list[int] = []  # heap with the end step of each running sequence
         self._retry: dict[int, int] = {}  # request -> no earlier step has free blocks for it
         self.step = 0
-        self.started: list[int] = []  # in this step
-        self.prompt_tokens = 0  # in this step
+        self.started: list[int] = []  # requests started in this step
+        self.prompt_tokens = 0  # prompt tokens started in this step
 
     @property
     def running(self) -> int:
-        """Sequences of this step, those that start in it included."""
+        """Sequences in this step, including those that start in it."""
         return len(self._ends)
 
     @property
@@ -104,7 +104,7 @@ class Pool:
         return int(self._usage[self.step])
 
     def step_s(self, more_prompt: int = 0) -> float:
-        """Seconds of this step; with a prompt of `more_prompt` tokens that starts in it as well."""
+        """Seconds of this step, with a further prompt of `more_prompt` tokens."""
         return self._work.capacity.step(self.running + bool(more_prompt), self.prompt_tokens + more_prompt)
 
     def start(self, number: int) -> bool:
@@ -131,8 +131,8 @@ class Pool:
     def _earliest(self, request: Request, full: Array) -> int:
         """Return the first step in which a request might start, for the steps `full` that have too few blocks for it.
 
-        Nothing that has started holds fewer blocks in a later step than it does now.  In step m the request must have
-        ended, have not begun, or be so much shorter that it fits."""
+        The blocks held in a given step never become fewer, since starts only add to them.  So in each full step the
+        request must have ended, not have started yet, or be short enough to fit."""
         capacity = self._work.capacity
         free = capacity.blocks - self._usage[full]
         return int(np.minimum(full + 1, request.prompt_len + full - free * capacity.block_size).max())
@@ -155,23 +155,23 @@ class Policy(Protocol):
         """Call `pool.start` for requests in the order of this policy."""
 
     def waiting(self) -> int:
-        """Requests that have not started and still may."""
+        """Number of requests that have not started and still may start."""
 
 
 class Outcome(msgspec.Struct):
-    """When each request got its first token, and how the pool was used.  Seconds since the run began."""
+    """First-token times of all requests, and the pool's utilisation.  Times are seconds since the run began."""
 
     first_s: list[float]  # infinity: never started
     on_time: list[bool]  # whether the request met the goal
-    waiting_s: float  # in which requests waited
-    used: float  # mean fraction of the pool in that time
+    waiting_s: float  # seconds in which requests waited
+    used: float  # mean utilisation of the pool in that time
 
 
 def run(work: Work, policy: Policy, goal: Goal) -> Outcome:
     """Run all requests.  Raises RuntimeError if the policy leaves requests waiting next to an empty pool."""
     pool, arrivals = Pool(work), work.requests
     begun = [-1] * len(arrivals)  # the step in which each starts
-    out_s: list[float] = []  # when the tokens of each step are out
+    out_s: list[float] = []  # second at which each step ends
     now = waiting_s = held_s = 0.0
     coming = 0
     while True:
@@ -205,6 +205,6 @@ def run(work: Work, policy: Policy, goal: Goal) -> Outcome:
 
 
 def _on_time(out_s: npt.NDArray[np.float64], request: Request, goal: Goal) -> bool:
-    """`out_s`: when the tokens of each step from the request's first one on are out."""
+    """Return whether a request is on time.  `out_s`: end of each step, from the request's first step on."""
     delays = out_s[: request.output_len] - goal.pace_s * np.arange(request.output_len)
     return bool(delays.max() <= request.at_s + goal.ttft_s)

@@ -1,16 +1,16 @@
-"""What quantised weights, or an 8-bit KV cache, cost and give: one model, plain and with these options, in pairs.
+"""Quality and speed of quantised weights or an 8-bit KV cache, compared with the unquantised model in pairs.
 
     python -m quire.loadtest.studies quantized MODEL --text FILE --quantize int8 [--text-tokens 1024] [--cpu-time]
     python -m quire.loadtest.studies quantized MODEL --text FILE --kv-dtype e4m3
 
-and any option of an engine.  MODEL needs a tokenizer.  --cpu-time measures CPU time of the process, which changes less
-with what else the machine does; for --threads 1 on a CPU.  Prints one line of JSON:
+and any option of an engine.  MODEL needs a tokenizer.  --cpu-time measures CPU time of the process, which depends less
+on other work on the machine; for --threads 1 on a CPU.  Prints one line of JSON:
 
     perplexity_plain, perplexity      of the first --text-tokens tokens of FILE, in windows of 512
-    agreement                         share of these positions whose likeliest next token is the same
+    agreement                         share of these positions with the same most probable next token
     greedy_agreement                  share of 16 greedy answers' tokens before the first one that differs
-    decode_ratio, prompt_ratio        time of the plain model over the quantised one's, medians of pairs: of a token at
-                                      batch 1 after 128 tokens, and of a prompt of 512 tokens; and least and most
+    decode_ratio, prompt_ratio        time of the plain model / of the quantised one, medians of pairs: per token at
+                                      batch 1 after 128 tokens, and for a prompt of 512 tokens; also minimum and maximum
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from quire.engine.tokenizers.files import load_tokenizer
 from quire.engine.tools.bench import GREEDY, PROMPT, prompt, say
 from quire.engine.wire.messages import Sampling
 
-WINDOW = 512  # tokens that are scored together, and of the prompt that is timed
-ANSWERS, ANSWER = 16, 32  # greedy answers, and their tokens
+WINDOW = 512  # tokens of a scored window, and of the timed prompt
+ANSWERS, ANSWER = 16, 32  # number of greedy answers, and tokens of each
 DECODED = 65  # tokens of a timed answer
 
 
 def score(llm: LLM, tokens: list[int]) -> tuple[float, list[int]]:
-    """The perplexity of a text, and the most probable token at each scored position."""
+    """Return the perplexity of a text, and the most probable token at each scored position."""
     windows = [tokens[at : at + WINDOW] for at in range(0, len(tokens), WINDOW)]
     sampling = Sampling(temperature=0.0, ignore_eos=True, prompt_logprobs=1)
     positions = []
@@ -56,20 +56,20 @@ def score(llm: LLM, tokens: list[int]) -> tuple[float, list[int]]:
 
 
 def answers(llm: LLM, tokens: list[int]) -> list[list[int]]:
-    """Greedy answers to excerpts of a text."""
+    """Return greedy answers to excerpts of a text."""
     size = max(2, min(64, len(tokens) // ANSWERS))
     pieces = [tokens[at : at + size] for at in range(0, size * ANSWERS, size) if tokens[at : at + size]]
     return [found.outputs[0].token_ids for found in llm.generate(pieces, GREEDY, max_new_tokens=ANSWER)]
 
 
 def common(left: list[int], right: list[int]) -> int:
-    """Tokens before the first that differs."""
+    """Return the number of equal tokens before the first difference."""
     same = [a == b for a, b in zip(left, right, strict=True)]
     return same.index(False) if False in same else len(same)
 
 
 def seconds(llm: LLM, clock: Callable[[], float], seed: int) -> tuple[float, float]:
-    """Seconds of a token at batch 1, and of a prompt of WINDOW tokens."""
+    """Return the seconds per token at batch 1, and of a prompt of WINDOW tokens."""
     vocab, times = llm.executor.info.vocab_size, []
     for length, count in ((PROMPT, 1), (PROMPT, DECODED), (WINDOW, 1)):
         asked = [prompt(length, vocab, seed)]
@@ -80,7 +80,7 @@ def seconds(llm: LLM, clock: Callable[[], float], seed: int) -> tuple[float, flo
 
 
 def compare(plain: LLM, quantised: LLM, tokens: list[int], rounds: int, clock: Callable[[], float]) -> dict[str, float]:
-    """All figures.  Pairs take turns at being first; the first pair is to warm up."""
+    """Return all measurements.  The order within a pair alternates; the first pair is a warm-up."""
     (before, likeliest), (after, found) = score(plain, tokens), score(quantised, tokens)
     pairs = list(zip(answers(plain, tokens), answers(quantised, tokens), strict=True))
     figures = {
@@ -115,7 +115,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--cpu-time", action="store_true")
     own, rest = parser.parse_known_args(argv)
     config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
-    # Prompts come twice, and must be computed twice.
+    # Prompts are repeated, and must be computed each time.
     config = msgspec.structs.replace(config, prefix_cache=False, itl_stretch=0.0, step_target_s=0.0)
     try:
         base = msgspec.structs.replace(config, quantize="none", kv_dtype="auto")

@@ -1,25 +1,26 @@
-"""Normalised latency by request rate, and sequences side by side, for four ways to allocate the same KV memory.
+"""Normalised latency by request rate, and batch size, for four ways to allocate the same KV memory.
 
     python -m quire.loadtest.studies rates MODEL --requests FILE --kv-memory-gib 11.2 [--rates 2,4,8] [--seconds 20]
                                        [--at-once 120] [--ways static,paged,admission,prefix-cache]
 
 and any option of an engine.  The ways:
 
-    static         a sequence reserves one contiguous run for its prompt and all it may ask for
+    static         a sequence reserves one contiguous run for its prompt and max_tokens
     paged          a sequence takes blocks as it grows, and starts as soon as its prompt fits
     admission      a sequence starts when the predicted peak of all sequences fits
-    prefix-cache   as above, and equal prefixes are kept once
+    prefix-cache   as above, and equal prefixes are stored once
 
-FILE: {"token_ids", "max_new_tokens"} a line.  A request asks for --ask tokens (0, the default: the rest of the model's
-context) and ends by itself after its own number, which the engine does not know.  For each rate, requests arrive for
---seconds at exponential intervals; higher rates are left out once the mean normalised latency passes --limit-ms.  Then
---at-once requests arrive together.  No Redis and no HTTP.  Prints one line of JSON, a list for each way:
+FILE: one {"token_ids", "max_new_tokens"} per line.  A request's max_tokens is --ask (0, the default: the rest of the
+model's context), and it ends by itself after its max_new_tokens, which the engine does not know.  For each rate,
+requests arrive for --seconds at exponential intervals; higher rates are left out once the mean normalised latency
+passes --limit-ms.  Then --at-once requests arrive together.  No Redis and no HTTP.  Prints one line of JSON, a list
+for each way:
 
-    rate             requests a second that arrive; null: all at once
+    rate             requests per second; null: all at once
     normalised_ms    seconds from arrival to the last token / its number of tokens: mean over all requests, in ms
-    batch, most      sequences that run, mean over time and greatest
+    batch, most      running sequences: mean over time, maximum
     requests_per_s   finished, from the first arrival to the last token
-    preemptions      of sequences
+    preemptions      number of preemptions
 
 Source: normalised latency, request rates and the baseline are those of section 6 of Kwon et al., "Efficient Memory
 Management for Large Language Model Serving with PagedAttention", SOSP 2023.
@@ -54,12 +55,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "admission": {"admission": "forecast", "prefix_cache": False},
     "prefix-cache": {"admission": "forecast", "prefix_cache": True},
 }
-END_BIAS = 100.0  # added to the logit of the EOS token: no other is larger
+END_BIAS = 100.0  # added to the logit of the EOS token, which then is the maximum
 SEED = 20231023
 
 
 class Run(msgspec.Struct):
-    """What one load measured."""
+    """Measurements of one load."""
 
     rate: float | None
     requests: int
@@ -71,12 +72,12 @@ class Run(msgspec.Struct):
 
 
 def ends_after(tokens: int, end: int) -> Sampling:
-    """Return how to sample so that an answer ends with the EOS token after `tokens`, as if by itself."""
+    """Return sampling parameters with which an answer ends with the EOS token after `tokens` tokens."""
     return Sampling(temperature=0.0, min_tokens=tokens - 1, logit_bias=[(end, END_BIAS)])
 
 
 def arrivals(rate: float | None, count: int) -> list[float]:
-    """Seconds at which requests arrive: a Poisson process; None: all at once."""
+    """Return the arrival times in seconds: a Poisson process; None: all at once."""
     rng, at, found = random.Random(SEED), 0.0, []
     for _ in range(count):
         found.append(at)
@@ -85,11 +86,11 @@ def arrivals(rate: float | None, count: int) -> list[float]:
 
 
 def measure(llm: LLM, jobs: list[Job], rate: float | None, ask: int) -> Run:
-    """Run these requests to their end."""
+    """Run these requests to their end, and return the measurements."""
     core, end = llm.engine.core, llm.executor.info.eos_ids[0]
     due = arrivals(rate, len(jobs))
     preempted, most, area = core.report.totals.preemptions, 0, 0.0
-    open_ones: dict[int, Completion] = {}  # by the number of the request
+    open_ones: dict[int, Completion] = {}  # index of a request -> its completion
     begun, ends = 0, dict[int, float]()
     start = last = time.perf_counter()
     while len(ends) < len(jobs):
@@ -106,7 +107,7 @@ def measure(llm: LLM, jobs: list[Job], rate: float | None, ask: int) -> Run:
         for i in [i for i, completion in open_ones.items() if is_done(completion)]:
             ends[i] = now - start
             del open_ones[i]
-    while not core.idle:  # the last steps in flight
+    while not core.idle:  # wait for the last steps in flight
         llm.step()
     return Run(
         rate=rate,
@@ -120,11 +121,11 @@ def measure(llm: LLM, jobs: list[Job], rate: float | None, ask: int) -> Run:
 
 
 def is_done(completion: Completion) -> bool:
-    """Raises ConfigError if the request failed."""
+    """Return whether a request has ended.  Raises ConfigError if it failed."""
     output = completion.outputs[0]
     if output.message:
         raise ConfigError(output.message)
-    return output.finish_reason != "error"  # what it says until it has ended
+    return output.finish_reason != "error"  # "error" is also the value before its end
 
 
 def sweep(config: EngineConfig, jobs: list[Job], own: argparse.Namespace) -> dict[str, list[Run]]:
@@ -133,10 +134,10 @@ def sweep(config: EngineConfig, jobs: list[Job], own: argparse.Namespace) -> dic
     for way in own.ways:
         found[way] = []
         chosen = msgspec.structs.replace(config, **WAYS[way])
-        llm = LLM.over(chosen, loading.load(chosen))  # its slots belong to one scheduler
+        llm = LLM.over(chosen, loading.load(chosen))  # loaded again, since slots belong to one scheduler
         if not llm.executor.info.eos_ids:
             raise ConfigError(f"{config.model} has no EOS token, with which answers could end")
-        measure(llm, jobs[:8], None, own.ask)  # to warm up
+        measure(llm, jobs[:8], None, own.ask)  # warm-up
         llm.engine.core.pool.forget_all()
         counts = [(rate, int(rate * own.seconds)) for rate in own.rates] + [(None, own.at_once)]
         for rate, count in counts:
@@ -144,7 +145,7 @@ def sweep(config: EngineConfig, jobs: list[Job], own: argparse.Namespace) -> dic
             if not count or past:
                 continue
             found[way].append(measure(llm, jobs[:count], rate, own.ask))
-            llm.engine.core.pool.forget_all()  # the next load has the same prompts
+            llm.engine.core.pool.forget_all()  # empty the prefix cache, since the next load has the same prompts
             say(f"{way}: {found[way][-1]}")
         llm.close()
     return found

@@ -1,19 +1,19 @@
-"""`python -m quire.loadtest.studies redis-load`: what requests, syncs and tokens cost Redis.
+"""`python -m quire.loadtest.studies redis-load`: CPU time, commands and bytes of Redis per request, sync and token.
 
-Both sides of the bus and the scripts are the real ones, and so are Redis with its append-only file and the request ids.
-No model runs.  For each number of gateways, of engines, of sequences per engine and of tenants that wait:
+Both sides of the bus, the scripts, Redis with its append-only file and the request ids are real.  No model runs.  For
+each number of gateways, engines, sequences per engine and waiting tenants:
 
-    ring       a sync of an engine with room while nothing waits, as after a ring of the bell
+    ring       a sync of an engine with free capacity while no request waits, as after a wake-up
     submit     a request that joins the queue
-    step       a sync with one token for each sequence, and all gateways that read them
+    step       a sync with one token per sequence, including the reads of all gateways
     request    queued, claimed, ended and settled, with its prompt; its tokens count as steps
-    first      a gateway's first reading of the fleet
-    reading    its next readings: each engine has synced since the last one
-    quiet      a reading when no engine has synced since the last one
+    first      a gateway's first read of the fleet's state
+    reading    its next reads: each engine has synced since the last one
+    quiet      a read when no engine has synced since the last one
 
 The streams of an engine are spread evenly over the gateways.  Times are microseconds of Redis' own CPU (INFO cpu), so
-they leave out waiting, clients and the network, and hardly depend on what else the machine does; `script_us` is the
-part inside scripts.  `commands` counts what Redis runs, those inside scripts included.  `in_bytes` and `out_bytes`
+they exclude waiting, clients and the network, and hardly depend on other work on the machine; `script_us` is the part
+inside scripts.  `commands` counts what Redis runs, those inside scripts included.  `in_bytes` and `out_bytes`
 cross the network; `queued_bytes` is memory of Redis.
 """
 
@@ -42,9 +42,9 @@ from quire.engine.wire.prefixes import PrefixReport, prefix_digests
 from quire.loadtest import machine
 from quire.loadtest.studies.fleet import redis_cpu_s, unique
 
-STEPS, READINGS = 32, 8  # steps per engine, readings in all
-TOKEN = 20_000  # ids of tokens are from here on: 3 bytes, as most of a vocabulary
-# As a busy engine reports: large counts, all fields set.
+STEPS, READINGS = 32, 8  # steps per engine, reads of the fleet in total
+TOKEN = 20_000  # smallest token id: ids of 3 bytes, as most of a vocabulary has
+# Load of a busy engine: large counts, all fields set.
 LOAD = EngineLoad(
     "", "meta-llama/Llama-3.1-8B-Instruct", 64 * "f", 131_072, 128_256, 16, 40_000, 8_000, 4_000, 64, 3, 3_000,
     1_700_000_000_000, 3_141.5, 27.1, 12, 123_456_789, 98_765_432, 23_456_789, 12_345, False, 39_000, 0.0203, 2, 120,
@@ -55,14 +55,14 @@ COSTS = PrefixReport(token_us=23.0, step_us=5000.0, backlog=1000)
 
 
 class Size(msgspec.Struct, frozen=True):
-    """How large the measured deployment is."""
+    """Size of the measured deployment."""
 
     gateways: int = 1
     engines: int = 1
-    sequences: int = 16  # on each engine
+    sequences: int = 16  # sequences per engine
     tenants: int = 1  # tenants with waiting requests
-    prompt_tokens: int = 1000  # per request
-    steps: int = STEPS  # per engine
+    prompt_tokens: int = 1000  # tokens of each prompt
+    steps: int = STEPS  # steps per engine
 
 
 SIZES = (
@@ -78,7 +78,7 @@ def expected(size: Size) -> dict[str, dict[str, float]]:
     """Return the formula of docs/scaling.md: commands, and bytes to and from Redis, of each part."""
     names = min(size.gateways, size.sequences)  # gateways that a step has tokens for
     channels = min(names, TOKEN_CHANNELS)
-    readers = size.gateways * channels / min(size.gateways, TOKEN_CHANNELS)  # gateways of those channels
+    readers = size.gateways * channels / min(size.gateways, TOKEN_CHANNELS)  # gateways that listen to those channels
     parts = 24 * size.sequences + 12 * names  # all messages of a step: tokens with their ids, names
     tenants = min(size.tenants, size.sequences)  # tenants with sequences on one engine
     shown = 426 + 38 * min(size.tenants, TENANTS_SHOWN)
@@ -133,12 +133,12 @@ class Spent(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_reading(cls, client: redis.Redis) -> Spent:
-        """Return what one call of `read` costs itself."""
+        """Return the cost of one call of `read`."""
         before = cls.read(client)
         return cls.read(client) - before
 
     def each(self, number: int, less: dict[str, float] | None = None, times: int = 0) -> dict[str, float]:
-        """Return the mean of `number`, after `times` times the costs `less` are taken off."""
+        """Return the mean over `number` events, after subtracting `times` times the costs `less`."""
         return {
             name: round((count - times * (less or {}).get(name, 0)) / number, 1) for name, count in self.counts.items()
         }
@@ -153,7 +153,7 @@ class _Engine:
         self._name = name
 
     async def sync(self, *, tokens: bool = False, ends: int = 0, room: int = 0) -> list[str]:
-        """Send a token for each sequence, end the oldest `ends`, claim at most `room`; return the ids of the ended."""
+        """Send a token for each sequence, end the oldest `ends`, claim at most `room`; return the ended ids."""
         ended = list(self.held)[:ends]
         deltas: dict[str, list[Delta]] = {}
         for name, (gateway, count) in self.held.items() if tokens else ():
@@ -170,7 +170,7 @@ class _Engine:
 
 
 class _Deployment:
-    """Gateways that read, and engines."""
+    """Gateways that read tokens, and engines."""
 
     def __init__(self, url: str, size: Size) -> None:
         self.client = redis.Redis.from_url(url)
@@ -256,7 +256,7 @@ def _stored_bytes(client: redis.Redis) -> int:
 
 
 async def _reading(deployment: _Deployment) -> dict[str, float]:
-    """Return the costs of a reading after each engine has synced."""
+    """Return the costs of a read of the fleet after each engine has synced."""
     readings, own = [], Spent.of_reading(deployment.client)
     for _ in range(READINGS):
         for engine in deployment.engines:
@@ -271,7 +271,7 @@ async def measure(url: str, size: Size) -> dict[str, Any]:
     """Return the costs of one size."""
     deployment = _Deployment(url, size)
     client, engines = deployment.client, size.engines
-    for script in vars(scripts).values():  # sent once per server, which is no part of what a request costs
+    for script in vars(scripts).values():  # sent once per server, so not part of a request's cost
         if isinstance(script, scripts.Script):
             client.script_load(script.source)
     await deployment.open()
@@ -333,12 +333,14 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m quire.loadtest.studies redis-load", description=__doc__, formatter_class=raw
     )
-    parser.add_argument("--prompt-tokens", type=int, default=1000, help="of each request (default: 1000)")
-    parser.add_argument("--engines", type=int, default=0, help="measure this number only (default: 1 to 1,000)")
-    parser.add_argument("--gateways", type=int, default=1, help="that read, with --engines (default: 1)")
-    parser.add_argument("--sequences", type=int, default=16, help="on each engine, with --engines (default: 16)")
-    parser.add_argument("--tenants", type=int, default=1, help="that wait, with --engines (default: 1)")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"of each engine, with --engines (default: {STEPS})")
+    parser.add_argument("--prompt-tokens", type=int, default=1000, help="tokens of each prompt (default: 1000)")
+    parser.add_argument(
+        "--engines", type=int, default=0, help="measure only this number of engines (default: 1 to 1,000)"
+    )
+    parser.add_argument("--gateways", type=int, default=1, help="gateways that read, with --engines (default: 1)")
+    parser.add_argument("--sequences", type=int, default=16, help="sequences per engine, with --engines (default: 16)")
+    parser.add_argument("--tenants", type=int, default=1, help="waiting tenants, with --engines (default: 1)")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps per engine, with --engines (default: {STEPS})")
     parser.add_argument("--name", type=machine.result_name, help="write loadtest/results/NAME.json")
     args = parser.parse_args(argv)
     sizes = SIZES

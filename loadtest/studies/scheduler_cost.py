@@ -1,9 +1,9 @@
-"""CPU time that the scheduler spends on a steady decode step, by the number of sequences that decode.
+"""CPU time of the scheduler for a steady decode step, by the number of decoding sequences.
 
     python -m quire.loadtest.studies scheduler-cost [--sizes 64,256,1024,4096]
 
-Plan, commit and taking the outputs are timed, by CPU time; the scripted executor between them is not.  A step of real
-loads also has sequences that start and end, whose cost does not depend on the others.
+Plan, commit and reading the outputs are measured in CPU time; the scripted executor between them is not.  In real loads
+sequences also start and end; their cost does not depend on the others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.engine.executor.base import ModelInfo, ScriptedExecutor
 from quire.engine.wire.messages import FOREVER_MS, Generate, Sampling
 from quire.loadtest import machine
 
-WARM_STEPS, RUNS, STEPS = 20, 10, 16  # RUNS times the mean of STEPS steps; the least counts
+WARM_STEPS, RUNS, STEPS = 20, 10, 16  # the minimum of RUNS means over STEPS steps each
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

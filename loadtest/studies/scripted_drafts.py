@@ -1,23 +1,23 @@
-"""Compare tokens per second with drafts and without on a model with random weights, whose drafts follow a script.
+"""Compare tokens per second with and without drafts on a model with random weights, whose drafts follow a script.
 
     python -m quire.loadtest.studies scripted-drafts SHAPE --load random [--streams 1,4,8] [--new 128] [--rounds 2]
 
 and any option of an engine; `--drafts on` is implied.  `python -m quire.loadtest.studies shapes` writes a SHAPE.
 
-Random weights say nothing that a drafter could find.  So requests sample at a temperature of a million: their tokens
-depend on seed and position alone.  A run without drafts finds the tokens.  A script then drafts them, and makes a
-mistake where chance says so.  Each text is a share of positions that have drafts, in spans of a length, and the
-probability that a token of a draft is right if those before it are:
+With random weights no drafter finds anything.  So requests sample at a temperature of a million: their tokens depend
+only on seed and position.  A run without drafts records the tokens.  A script then drafts them, with random errors.
+Each kind of text has a share of positions with drafts, a length of spans with drafts, and the probability that a draft
+token is right if those before it are:
 
     rewrite   every position has drafts; a token is right with 0.92
     quote     half of them, in spans of 32 tokens; 0.88
     prose     a tenth, in spans of 2, by short matches; 0.3
 
-The controller decides what is computed, from measured times, and the real drafter searches as well, for its time.
-Runs with drafts and without take turns.  `ramp` is prose of which 1, 2, 4, ... and more streams begin 16 steps
-apart.  Prints one line of JSON: by text and streams the median of tokens/s with drafts over without,
+The controller decides from measured times which drafts are computed.  The real drafter searches as well, so that its
+time counts.  Runs with and without drafts alternate.  `ramp` is prose of which 1, 2, 4, ... and more streams begin 16
+steps apart.  Prints one line of JSON: by text and streams the median of tokens/s with drafts over without,
 tokens/s without drafts, tokens per step of a stream, the share of computed drafts that were accepted, the mean ms of
-a step with drafts and of one without, and ms for which the device waited for a step with drafts.
+a step with drafts and of one without, and the ms that the device waited for a step with drafts.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from quire.engine.loop import ConfigError
 from quire.engine.tools.bench import prefill, prompt, say
 from quire.engine.wire.messages import Sampling
 
-HOT = 1e6  # a temperature at which every token is as probable as any other
-LENGTH = 24  # maximum tokens of a draft, as the real drafter gives them
+HOT = 1e6  # a temperature at which all tokens are equally probable
+LENGTH = 24  # maximum tokens of a draft, as for the real drafter
 WAVE = 16  # steps between two waves of the ramp
 
 
 class Text(NamedTuple):
-    """What kind of text a script makes of random tokens."""
+    """Parameters of one kind of text."""
 
     share: float  # share of positions with drafts
-    span: int  # positions with drafts in a row
+    span: int  # number of consecutive positions with drafts
     right: float  # probability that a token of a draft is right if those before it are
     match: int  # tokens of a match
 
@@ -62,18 +62,20 @@ TEXTS = {"rewrite": Text(1.0, 64, 0.92, 16), "quote": Text(0.5, 32, 0.88, 8), "p
 
 
 class ScriptedDrafter:
-    """Drafts what the script says, and lets a real drafter search, whose drafts are dropped."""
+    """Returns the script's drafts.  The real drafter searches, too, but its drafts are dropped."""
 
     def __init__(self, real: Drafter, vocab_size: int) -> None:
         self._real, self._vocab_size = real, vocab_size
-        self._scripts: dict[tuple[int, ...], list[list[int]]] = {}  # drafts by output position, of each prompt
-        self._followed: dict[int, tuple[list[list[int]], int]] = {}  # by slot: its script, tokens of its prompt
-        self._known: dict[int, int] = {}  # by slot: tokens that its sequence has
+        self._scripts: dict[
+            tuple[int, ...], list[list[int]]
+        ] = {}  # first tokens of a prompt -> drafts by output position
+        self._followed: dict[int, tuple[list[list[int]], int]] = {}  # slot -> (script, tokens of the prompt)
+        self._known: dict[int, int] = {}  # slot -> number of tokens of its sequence
         self._changed: set[int] = set()
         self._match = 0
 
     def follow(self, text: Text, answers: dict[tuple[int, ...], list[int]], seed: int) -> None:
-        """Write the scripts of these answers, by the first tokens of their prompts."""
+        """Make the scripts of these answers, by the first tokens of their prompts."""
         self._match, draw = text.match, random.Random(seed)
         self._scripts = {key: self._script(text, answer, draw) for key, answer in answers.items()}
 
@@ -140,7 +142,7 @@ class Run(NamedTuple):
 
 
 def run(llm: LLM, prompts: list[list[int]], new: int, waves: list[int], drafter: Drafter | None) -> Run:
-    """Answer the prompts; waves: how many begin at once, WAVE steps apart.  A single wave is timed without prefill."""
+    """Answer the prompts; `waves`: requests that start together, WAVE steps apart.  A single wave excludes prefill."""
     core, totals = llm.engine.core, llm.engine.core.report.totals
     core.drafts.drafter = drafter
     before = sum(totals.drafted_tokens.values()), sum(totals.accepted_drafts.values())
@@ -178,10 +180,10 @@ def run(llm: LLM, prompts: list[list[int]], new: int, waves: list[int], drafter:
 def compare(
     llm: LLM, drafter: ScriptedDrafter, text: Text, waves: list[int], new: int, rounds: int, length: int
 ) -> dict[str, float]:
-    """Return what the docstring says.  Raises ConfigError if drafts changed a text."""
+    """Return the values of the module's docstring.  Raises ConfigError if drafts changed a text."""
     vocab, streams = llm.executor.info.vocab_size, sum(waves)
     prompts = [prompt(length, vocab, seed) for seed in range(streams)]
-    first = run(llm, prompts, new, waves, None)  # warm, and finds the tokens
+    first = run(llm, prompts, new, waves, None)  # warm-up, which records the tokens
     plain, drafted = list[Run](), list[Run]()
     for at in range(rounds):
         drafter.follow(text, first.answers, at)
@@ -217,7 +219,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--ramp", type=int, default=0, help="its maximum number of streams; 0: no ramp")
+    parser.add_argument("--ramp", type=int, default=0, help="maximum number of streams of the ramp; 0: no ramp")
     own, rest = parser.parse_known_args(argv)
     config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
     config = msgspec.structs.replace(config, drafts="on", prefix_cache=False)

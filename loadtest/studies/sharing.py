@@ -1,11 +1,11 @@
-"""How many KV blocks parallel sampling and beam search share, as the PagedAttention paper counts it.
+"""Share of KV blocks saved by sharing in parallel sampling and beam search, as counted in the PagedAttention paper.
 
     python -m quire.loadtest.studies sharing MODEL --text FILE [--lengths alpaca|sharegpt]
                                              [--requests 20] [--ways 2,4,6]
 
-and any option of an engine.  MODEL needs a tokenizer: prompts are excerpts of FILE, because beams of made-up prompts
-would part at once.  The prefix cache is off, so that requests share nothing with each other.  Lengths of prompts and
-outputs are drawn from exponential distributions with the means of two sets of the paper: Alpaca 19 and 58 tokens,
+and any option of an engine.  MODEL needs a tokenizer: prompts are excerpts of FILE, because beams of random prompts
+would diverge at once.  The prefix cache is off, so that requests share no blocks with each other.  Lengths of prompts
+and outputs are drawn from exponential distributions with the means of two sets of the paper: Alpaca 19 and 58 tokens,
 ShareGPT 161 and 338.  Prints one line of JSON:
 
     sampling_2, beams_2, ...   1 - blocks held / entries of all block tables, summed over all steps
@@ -40,7 +40,7 @@ SEED = 20231023
 
 
 class Job(msgspec.Struct):
-    """A prompt and the number of tokens to add to it."""
+    """A prompt and its number of output tokens."""
 
     prompt: list[int]
     output: int
@@ -59,7 +59,7 @@ def draw_jobs(text: list[int], means: tuple[float, float], count: int, most: int
 
 
 def shared(llm: LLM, jobs: list[Job], ways: int, *, beams: bool) -> float:
-    """Return the share of blocks that sharing saves while these jobs run, each with `ways` answers."""
+    """Return the share of blocks saved by sharing while these jobs run, each with `ways` answers."""
     for seed, job in enumerate(jobs):
         sampling = Sampling(temperature=0.0 if beams else 1.0, seed=seed, ignore_eos=True)
         search = Beams(ways) if beams else None

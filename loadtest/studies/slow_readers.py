@@ -1,4 +1,4 @@
-"""What clients that read a byte a second cost a gateway and its fast clients.
+"""The cost of clients that read one byte per second, for a gateway and its fast clients.
 
     python -m quire.loadtest.studies slow-readers DIRECTORY [--slow 1000] [--slow-tokens 1200]
                                                   [--fast 64] [--tokens 300]
@@ -8,12 +8,12 @@ serve` runs with the scripted executor, which computes nothing.  Everything else
 gateway, sockets.  The fast clients read `--tokens` tokens each in three phases:
 
     alone     no slow client is connected
-    computed  the engine generates the slow clients' answers: its batch and its log are larger by that many
-    reading   the slow clients' answers are complete and they still read: the engine has forgotten them
+    computed  the engine generates the slow clients' answers as well, so its batch and the token log are larger
+    reading   the slow clients' answers are complete in the engine, and the clients still read
 
 The cost of `computed` is mostly the larger batch: compare with `--bytes-per-s 100000`, where no client is slow.
-Gaps are times between reads of a fast client.  Each read brings one token, or several where the gateway fell behind.
-Memory is the gateway's own, and what the kernel holds for all TCP sockets of this machine, the clients' ends included.
+Gaps are times between reads of a fast client.  A read returns one token, or several if the gateway is late.
+Memory is that of the gateway, and of the kernel for all TCP sockets of this machine, including the clients' ends.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from quire.loadtest.server import MODEL_NAME, Server, serve
 from quire.loadtest.stats import percentile
 
 RECEIVE_BYTES = 2048  # a slow client's socket buffer, doubled by the kernel
-SHARES = 20  # the slow clients are read in this many groups a second, so that no group delays the fast clients here
+SHARES = 20  # number of groups per second in which slow clients are read, so that no group delays the fast clients
 POLL_S = 0.1
-LIMIT_S = 300.0  # for each condition that is waited for
+LIMIT_S = 300.0  # maximum seconds to wait for a condition
 
 
 def body_of(tokens: int) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class SlowReaders:
         self._request = encode_request(body_of(tokens))
         self._port, self._count, self._bytes_per_s = port, count, bytes_per_s
         self._sockets: list[socket.socket] = []
-        self.read = 0  # bytes, of all connections
+        self.read = 0  # bytes read on all connections
 
     async def connect(self) -> None:
         for _ in range(self._count):
@@ -117,7 +117,7 @@ class Watch:
 
 
 def value(page: str, name: str) -> float:
-    """Return the value of the only series of this name; 0 where the page has none."""
+    """Return the value of the only series of this name; 0 if the page has none."""
     found = re.search(rf"^{name}{{[^}}]*}} (\S+)$", page, re.MULTILINE)
     return float(found[1]) if found else 0.0
 
@@ -134,7 +134,9 @@ def kernel_bytes() -> int:
 
 async def fast(port: int, count: int, tokens: int) -> dict[str, float]:
     """Return the inter-token latency of `count` clients that read at once."""
-    request = encode_request(body_of(tokens) | {"return_token_ids": True})  # so a token without text is an event too
+    request = encode_request(
+        body_of(tokens) | {"return_token_ids": True}
+    )  # so that a token without text is an event, too
     streams = await asyncio.gather(*(read_stream(port, request) for _ in range(count)))
     ordered = sorted(gap for stream in streams for gap in stream.gaps_s)
     return {f"itl_p{p:g}_ms": round(percentile(ordered, p) * 1e3, 2) for p in (50, 99, 99.9)}
@@ -142,7 +144,7 @@ async def fast(port: int, count: int, tokens: int) -> dict[str, float]:
 
 async def measure(server: Server, options: argparse.Namespace) -> dict[str, Any]:
     watch, slow = Watch(server), SlowReaders(server.port, options.slow, options.slow_tokens, options.bytes_per_s)
-    await fast(server.port, options.fast, 20)  # warm-up: the first requests pay for what a server does once
+    await fast(server.port, options.fast, 20)  # warm-up: the first requests include one-time work of the server
     figures: dict[str, Any] = {"alone": await fast(server.port, options.fast, options.tokens)}
     rss, kernel = watch.rss(), kernel_bytes()
     background = [asyncio.create_task(watch.record_peaks())]

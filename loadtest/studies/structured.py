@@ -1,4 +1,4 @@
-"""What grammars cost: tokens per second with and without them, in pairs on one loaded model, and the time of the masks.
+"""The cost of grammars: tokens per second with and without them, in pairs on one loaded model, and the time of masks.
 
     python -m quire.loadtest.studies structured MODEL [--batch 1,64,256] [--tokens 256] [--rounds 5] [--max-length 40]
 
@@ -9,11 +9,11 @@ strings of the schemas.  That makes masks slow, because a string that must end s
 Prints one line of JSON:
 
     batchN_plain_tokens_per_s, batchN_structured_tokens_per_s   medians over the rounds
-    batchN_ratio, batchN_ratio_low, batchN_ratio_high           structured over plain: median, least, most of the pairs
-    batchN_added_ms_a_token                                     median of the differences
+    batchN_ratio, batchN_ratio_low, batchN_ratio_high           structured / plain: median, minimum, maximum of the
+    pairs batchN_added_ms_a_token                                     median of the differences
     batchN_mask_ms, batchN_mask_p99_ms                          time of the tokens and masks of a step, on threads of
                                                                 their own from 4 sequences on
-    batchN_plain_steps, batchN_structured_steps                 medians of the steps of a round
+    batchN_plain_steps, batchN_structured_steps                 median number of steps of a round
     batchN_jumped                                               share of the structured tokens that took no step of
                                                                 their own, because the grammar forced them
 """
@@ -44,7 +44,7 @@ from quire.engine.loop import ConfigError
 from quire.engine.tools.bench import PROMPT, percentiles, prompt, say
 from quire.engine.wire.messages import Sampling
 
-LONG = 1_000_000  # items of an array: no answer reaches its end
+LONG = 1_000_000  # maximum items of an array, more than any answer has
 
 
 def schemas(count: int, max_length: int) -> list[dict[str, Any]]:
@@ -90,7 +90,7 @@ def compile_all(count: int, max_length: int) -> list[str]:
 
 @contextmanager
 def timed_masks() -> Iterator[list[float]]:
-    """Yield a list that gets the seconds of each `Grammars.compute`: the tokens and the masks of one step."""
+    """A context with a list of the seconds of each `Grammars.compute`: tokens and masks of one step."""
     seconds: list[float] = []
     compute = Grammars.compute
 
@@ -104,7 +104,7 @@ def timed_masks() -> Iterator[list[float]]:
 
 
 def tokens_per_s(llm: LLM, batch: int, tokens: int, grammars: list[str], seed: int) -> float:
-    """Tokens a second of sequences that run at once, prompts included.  Raises ConfigError if one ends early."""
+    """Return tokens/s of sequences that run at once, prefill included.  Raises ConfigError if one ends early."""
     vocab = llm.executor.info.vocab_size
     prompts = [prompt(PROMPT, vocab, seed=seed * 4096 + row) for row in range(batch)]
     asked = [
@@ -121,7 +121,7 @@ def tokens_per_s(llm: LLM, batch: int, tokens: int, grammars: list[str], seed: i
 
 def measure(llm: LLM, batch: int, tokens: int, rounds: int, max_length: int) -> dict[str, float]:
     grammars = compile_all(batch, max_length)
-    tokens_per_s(llm, batch, 16, grammars, seed=-1)  # to warm up: grammars are compiled once
+    tokens_per_s(llm, batch, 16, grammars, seed=-1)  # warm-up: grammars are compiled once
     plain: list[float] = []
     structured: list[float] = []
     steps: dict[bool, list[int]] = {False: [], True: []}

@@ -89,7 +89,7 @@ def test_a_model_with_a_countdown_is_asked_for_it(tmp_path: Path) -> None:
         (["--systems", "lanes,best"], "--systems: 'best' is none; there are lanes, fifo, threshold"),
         (["--loads", "hot"], "--loads: 'hot' is none; there are known, cold, warm"),
         (["--seeds", "1,x"], "--seeds: '1,x' must be whole numbers"),
-        (["--shape", "llama-8b", "--vllm-python", "p"], "--vllm-python: vLLM cannot make up"),
+        (["--shape", "llama-8b", "--vllm-python", "p"], "--vllm-python: vLLM cannot make random"),
     ],
 )
 def test_bad_input_is_one_line(words: list[str], says: str) -> None:

@@ -113,7 +113,7 @@ def test_a_fact_covers_its_own_number_only_and_must_be_on_the_page() -> None:
     assert len(errors) == 1
     assert "3 is in no result file" in errors[0]
     assert figures.compare("blocks", [], ["groups of #"]).errors == [
-        "FACTS has a text that the page has not: groups of #"
+        "FACTS has a text that the page lacks: groups of #"
     ]
 
 

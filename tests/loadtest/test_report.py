@@ -112,7 +112,7 @@ def test_what_cannot_be_compared() -> None:
         same_work(a, b)
     c = copy.deepcopy(a)
     c["figures"]["goodput"]["slo_ttft_s"] = 1.0
-    with pytest.raises(ResultError, match=r"not the same goal: slo_ttft_s is 2.0 in A, 1.0 in B"):
+    with pytest.raises(ResultError, match=r"not the same target: slo_ttft_s is 2.0 in A, 1.0 in B"):
         same_work(a, c)
 
 
