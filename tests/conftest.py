@@ -1,4 +1,4 @@
-"""Fixtures for every room: a real Redis server, a namespace for each test, tiny checkpoints of each family."""
+"""Shared fixtures: a real Redis server, a namespace for each test, tiny checkpoints of each family."""
 
 from __future__ import annotations
 

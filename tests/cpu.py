@@ -1,4 +1,4 @@
-"""CPU time of the tests: what a file costs says more than how long it took beside others.
+"""CPU time of test files, which is more significant than their wall time among other tests.
 
 A process that has ended counts with its parent, if that has waited for it.  On other systems than Linux all is zero.
 """

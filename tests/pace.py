@@ -43,7 +43,7 @@ while not select.select([0], [], [], 0.05)[0]:
 
 
 def python_s(tries: int = 20) -> float:
-    """CPU seconds of 10,000 turns of a plain loop, the least of so many; about half a millisecond in 2026."""
+    """CPU seconds of 10,000 turns of a plain loop, the minimum of several runs; about half a millisecond in 2026."""
     table, best = dict.fromkeys(range(256), 0), 1.0
     for _ in range(tries):
         begin = time.process_time()
@@ -172,7 +172,7 @@ def paced(seconds: float) -> float:
 
 
 def paced_ms(milliseconds: float) -> int:
-    """The same in whole milliseconds."""
+    """Return the same as an integer of milliseconds."""
     return math.ceil(1000 * paced(milliseconds / 1000))
 
 

@@ -46,7 +46,7 @@ def pack(rows: list[list[int]], bits: int) -> Tensor:
 
 
 def by_scale(scale_shape: str, block: int = 128, number: str = "float", name: str = "weight_scale") -> Any:
-    """Return a writer of numbers of 8 bits whose scales are of a tensor, a channel or a block."""
+    """Return a writer of 8-bit weights with scales per tensor, channel or block."""
 
     def quantise(weight: Tensor) -> tuple[Parts, Tensor]:
         rows, columns = weight.shape

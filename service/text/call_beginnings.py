@@ -66,7 +66,7 @@ def _pattern(notation: Notation) -> str | None:
         pattern = before + named  # what follows may be special tokens, which no text contains
     elif named and (mark := _FIXED.search(_OPTIONAL.sub("", rest))) is not None:
         pattern = mark[0]  # each match contains this text, and no other text has any use for it
-    elif named and (mark := _MARK.match(rest)) is not None:  # the rest costs a grammar engine more than it tells
+    elif named and (mark := _MARK.match(rest)) is not None:  # the rest would slow the grammar down more than it helps
         pattern = before + named + mark[0] + ")" * _open_groups(before)
     pattern = _BEFORE_VALUE.sub("", pattern)
     if _LOOKS.search(pattern):

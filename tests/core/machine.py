@@ -18,8 +18,8 @@ PREFIXES = [list(range(1, 13)), list(range(20, 41)), [7] * 9]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests with shared prefixes, siblings, salts and stops run on a pool too small for them.  The host has room for
-    all, some or none of the blocks of preempted sequences."""
+    """Requests with shared prefixes, siblings, salts and stops run on a pool too small for them.  Host memory fits all,
+    some or none of the blocks of preempted sequences."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_queue_puts_preempted_sequences_first(self) -> None:
-        """No room is offered while a sequence is swapped out.  Rig.submit checks the starts."""
+        """No free capacity is reported while a sequence is swapped out.  Rig.submit checks the starts."""
         core = self.rig.core
         if core.swapping.sequences:
             assert core.headroom.startable() == (0, 0)

@@ -1,4 +1,4 @@
-"""Faults put into the block accounting of a busy scheduler: the audit names each of them at once."""
+"""Errors injected into the block accounting of a busy scheduler: the check names each of them at once."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def test_a_victim_that_was_to_get_a_private_copy_takes_the_original_along() -> N
 
 
 def test_the_least_urgent_yields_though_others_came_later() -> None:
-    """The victim is the newest of the lowest class, and returns when the urgent ones have room."""
+    """The victim is the newest of the lowest class, and resumes when the urgent ones have enough blocks."""
     rig = Rig(blocks=12, size=4, caching=False, **SWAP)
     low = [rig.add([5 + i] * 8, 20, ignore_eos=True, priority=5) for i in range(2)]
     high = [rig.add([9 + i] * 8, 20, ignore_eos=True) for i in range(2)]

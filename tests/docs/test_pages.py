@@ -25,7 +25,7 @@ ROOMS = ("quire", "service", "engine", "csrc", "loadtest", "tests", "docs", "gra
 
 
 def code(name: str) -> str:
-    """Everything in code spans and code blocks of one page; the changelog also tells of what is gone."""
+    """Return the text of all code spans and code blocks of one page."""
     text = (ROOT / name).read_text(encoding="utf-8")
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     spans = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))

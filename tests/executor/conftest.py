@@ -34,7 +34,7 @@ def warm_ranks() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama checkpoint whose products have 128 or 256 inputs, so that every group size divides them."""
+    """A llama checkpoint whose linear layers have 128 or 256 inputs, so that every group size divides them."""
     return make_checkpoint(tmp_path_factory.mktemp("plain") / "llama", "llama", intermediate_size=256)
 
 
@@ -54,7 +54,7 @@ def quantised(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 @pytest.fixture(scope="session")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path, dict[str, Any]]]:
-    """A plain checkpoint whose sizes every fp8 product takes, the copy of each kind, and its weights in float64."""
+    """An unquantised checkpoint whose sizes every fp8 GEMM accepts, a copy of each kind, and its weights in float64."""
     root = tmp_path_factory.mktemp("wide")
     plain = make_checkpoint(root / "plain", "llama", intermediate_size=512, num_key_value_heads=2, **WIDE)
     made: dict[str, dict[str, Any]] = {}

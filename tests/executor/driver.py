@@ -1,4 +1,4 @@
-"""The least scheduler there is: hand-made plans over one worker, blocks handed out in random order."""
+"""A minimal scheduler: hand-made step plans for one worker, blocks allocated in random order."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
 
 
 def served(model: LoadedModel | Path, prompt: list[int]) -> list[int]:
-    """What the worker answers, over the loader, fused products and the KV cache: NEW tokens."""
+    """Output of the worker through loader, fused linear layers and KV cache: NEW tokens."""
     driver = Driver(model)
     driver.add(prompt, chunk=7)
     while len(driver.running[0].output) < NEW:

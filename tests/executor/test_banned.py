@@ -247,7 +247,7 @@ def keeps_moving(tokens: list[int]) -> bool:
 def test_no_answer_completes_one_on_a_gpu(checkpoint: Callable[[str], Path], preempt: str) -> None:
     """Slots change hands while the step before, in which another sequence had them, has not been collected.
 
-    Logits depend there on how many rows a step has, so nothing is said about which tokens come instead."""
+    Logits depend there on the batch size, so the test does not check which tokens are sampled instead."""
     made = LLM(
         str(checkpoint("llama")),
         device="cuda",

@@ -80,7 +80,7 @@ def same(ours: list[Output], want: list[tuple[list[int], float]], width: int) ->
 @pytest.mark.parametrize("early", [False, True, "never"])
 @pytest.mark.parametrize("penalty", [0.5, 1.0, 2.0, -1.0])
 def test_answers_equal_transformers(llm: LLM, model: PreTrainedModel, penalty: float, early: Early) -> None:
-    """Widths 1 to 8, all in one batch, with a sampled request beside them."""
+    """Widths 1 to 8, all in one batch with a sampled request."""
     ends = likely_ends(model, prompts(1)[0])
     sampling = Sampling(temperature=0, stop_token_ids=ends, ignore_eos=True)
     other = llm.submit([4, 5, 6], Sampling(seed=3), max_new_tokens=30)
@@ -121,7 +121,7 @@ def test_groups_that_preempt_each_other_find_the_same_answers(
 
 
 def test_candidates_are_the_log_softmax_in_float32(checkpoint: Checkpoint) -> None:
-    """Of a slot that does not sample, beside one that does; the slot stays out of the steps that follow."""
+    """A slot that does not sample next to one that does; the slot is not in the following steps."""
     driver = Driver(checkpoint("llama"))
     driver.add(list(range(3, 30)))
     driver.step()
@@ -162,7 +162,7 @@ def test_beams_with_one_token_each_join_the_step_of_the_slots_that_decode(
             assert result.candidates[slot] == (best.indices.tolist(), best.values.tolist())
         driver.commit(result)
     monkeypatch.setattr(driver.worker, "_mixed", mixed)
-    # Beside a prompt they are slices of its step, and find the same.
+    # With a prompt in the step, beams are slices of it, with the same result.
     again = [Slice(slot, 4, [token], candidates=5) for slot, token in zip(tables, (10, 8), strict=True)]
     driver.add(list(range(40, 60)))
     plan = driver.plan()

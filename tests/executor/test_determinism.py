@@ -1,4 +1,4 @@
-"""The same bits whatever the batch: alone, in a crowd, in chunks, after a preemption, after a prefix hit."""
+"""Equal bits in any batch: alone, in a full batch, in chunks, after a preemption, after a prefix hit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CASES = [
 def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(
     checkpoint: Checkpoint, family: str, quantize: Literal["none", "int8", "int4"], dtype: str
 ) -> None:
-    """Recompute equals decode: the logits of every position, in one chunk, in chunks of 7, alone and in a crowd."""
+    """Recompute equals decode: logits of every position, in one chunk, in chunks of 7, alone and in a full batch."""
     model = load_model(str(checkpoint(family)), dtype=dtype, device=CPU, deterministic=True, quantize=quantize)
     prompt = words(61)
 
@@ -147,7 +147,7 @@ def test_same_text_however_it_was_computed(checkpoint: Checkpoint, family: str, 
     sampled([("llama", "bfloat16", 4), ("gemma2", "float32", 2)], [("gemma2", "float32", 2)]),
 )
 def test_same_text_of_several_ranks(tmp_path: Path, family: str, dtype: str, ranks: int) -> None:
-    """A sum of the ranks' parts has one order, so it does not depend on the batch either."""
+    """The all-reduce has a fixed order, so it does not depend on the batch either."""
     directory = make_checkpoint(tmp_path / family, family, intermediate_size=256)
 
     def run(batch: int, **options: object) -> tuple[str, LLM]:

@@ -1,4 +1,4 @@
-"""Where the cache is: the user's folder, or a private one in the temporary folder for a user without a home."""
+"""Location of the cache: the user's folder, or a private one in the temporary folder for a user without a home."""
 
 from __future__ import annotations
 

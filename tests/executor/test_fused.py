@@ -122,7 +122,7 @@ class AddsAndNorms:
 
 @pytest.mark.parametrize("family", sorted(FUSED))
 def test_norms_that_the_sum_of_ranks_computes(checkpoint: Callable[[str], Path], family: str) -> None:
-    """Steps of an even number of tokens get their norms from the sum, others from the products."""
+    """Steps of an even number of tokens get their norms from the all-reduce, others from the linear layers."""
 
     def logits(shard: AddsAndNorms | None) -> torch.Tensor:
         driver = Driver(checkpoint(family))

@@ -1,4 +1,4 @@
-"""How often a step launches the kernels that the block tables need: once a layer, whatever the batch.
+"""Launches per step of the kernels that block tables need: one per layer, for any batch.
 
 Counted by torch's profiler in steps without CUDA graphs, which launch what a graph replays.
 """
@@ -88,7 +88,7 @@ def test_a_step_with_chunks_writes_once_a_layer(engine: LLM) -> None:
 
 
 def test_a_step_of_beams_is_a_decode_step(engine: LLM) -> None:
-    """Each beam computes a token that it is told, beside sequences that decode: no launch more."""
+    """Beams with forced tokens, in one step with decoding sequences, need no further launch."""
     for i in range(3):
         engine.submit(words(20 + i), GREEDY, max_new_tokens=200)
     engine.submit(words(21, 5), GREEDY, max_new_tokens=100, beams=Beams(6))

@@ -38,7 +38,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 96, "norm_topk_prob": False}
         | {"num_hidden_layers": 3, "mlp_only_layers": [1]},
     ),
-    # Sinks between -2 and 4, a window in every other layer, experts with biases whose clamp acts on many numbers.
+    # Sinks between -2 and 4, a window in every other layer, experts with biases whose clamp changes many values.
     "gpt_oss": (
         "gpt_oss",
         LLAMA

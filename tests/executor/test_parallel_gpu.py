@@ -109,7 +109,7 @@ def test_graphs_change_no_token_of_two_ranks(checkpoint: Checkpoint) -> None:
 
 
 def test_swapped_blocks_come_back_on_both_gpus(checkpoint: Checkpoint, closing: list[LLM]) -> None:
-    """Freed blocks are NaN, so a block that did not come back would end its request with an error."""
+    """Freed blocks are NaN, so a block that is not restored would end its request with an error."""
     engine = llm(
         checkpoint("llama"),
         tensor_parallel=2,

@@ -19,7 +19,7 @@ from tests.checkpoints import VOCAB
 
 
 class Witness:
-    """Hashes keys and values of each block when it leaves for the host, and after it came back."""
+    """Hashes keys and values of each block before it is swapped out and after it is swapped in."""
 
     def __init__(self, executor: LocalExecutor) -> None:
         assert executor._worker is not None

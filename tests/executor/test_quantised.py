@@ -354,7 +354,7 @@ FP8_KINDS = ["fp8-block", "fp8-tensor", "ct-fp8-channel", "ct-fp8-block", "model
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("kind", FP8_KINDS)
 def test_fp8_stays_as_it_is_stored(wide: Callable[[str], tuple[Path, Path, dict[str, Any]]], kind: str) -> None:
-    """On a GPU that has products for it, also where --quantize fp8 would round again."""
+    """On a GPU with GEMMs for it, also with --quantize fp8, which would quantise again."""
     _, directory, exact = wide(kind)
     quantising = Quantising("none", GPU)
     read_weights(directory, read_config(directory), "bfloat16", quantising=quantising)

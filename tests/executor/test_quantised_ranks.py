@@ -1,4 +1,4 @@
-"""Quantised weights divided among ranks: each rank reads its part, with the scales that one rank would have."""
+"""Sharded quantised weights: each rank reads its shard, with the scales of the unsharded weight."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def parts_of(directory: Path, make: Callable[[], Quantising], dtype: str) -> tup
 
 
 def check_parts(directory: Path, make: Callable[[], Quantising], dtype: str = "bfloat16") -> None:
-    """All linear layers are quantised, and numbers, scales and zero points of both ranks are those of one rank."""
+    """All linear layers are quantised; values, scales and zero points of both ranks equal those of one rank."""
     how = make()
     whole = read_weights(directory, read_config(directory), dtype, quantising=how)
     models, hows = parts_of(directory, make, dtype)

@@ -1,4 +1,4 @@
-"""Quantised multimodal checkpoints served for their text: equal to transformers' whole model with the exact weights."""
+"""Quantised multimodal checkpoints, served text-only: equal to transformers' complete model with the exact weights."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_weights_equal_those_in_float64(published: tuple[str, str, int], order: 
     ("family", "kind", "layers"), sampled(PUBLISHED, [PUBLISHED[0], PUBLISHED[2], PUBLISHED[4], PUBLISHED[7]])
 )
 def test_logits_and_text(family: str, kind: str, layers: int, tmp_path: Path) -> None:
-    """Those of transformers' whole model with the exact weights, through the real loader."""
+    """Equal to transformers' complete model with the exact weights, through the real loader."""
     directory, exact = make_quantised(tmp_path, family, kind)
     model = check_served(directory, family, exact, tmp_path)
     stored = "int8" if kind == "ct-int8" else "int4"
@@ -325,7 +325,7 @@ def test_weights_are_rounded_on_request(
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_scales_of_keys_and_values(order: str, tmp_path: Path) -> None:
-    """Those of the text.  Layers of a vision tower have the same numbers."""
+    """Those of the text.  Layers of a vision tower have the same layer indices."""
     directory, _ = make_quantised(tmp_path, "mistral3", "ct-fp8-channel")
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
     describe(directory, "ct-fp8-channel", kv_cache_scheme=scheme)

@@ -167,14 +167,14 @@ def test_greedy_text_is_that_of_the_rounded_weights(
 
 
 def round_to_e4m3(x: Tensor) -> Tensor:
-    """Rows of x as a GPU's product with many rows takes them."""
+    """Quantise rows of x as a GPU's GEMM of many rows does."""
     scale = x.abs().amax(-1, keepdim=True) / LARGEST[torch.float8_e4m3fn]
     return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
 
 
 @pytest.fixture
 def rounded(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[Tensor], Tensor]]:
-    """Serve as on a GPU whose products round their inputs: through these functions, one after another."""
+    """Serve as on a GPU whose GEMMs quantise activations, by these functions one after another."""
     through: list[Callable[[Tensor], Tensor]] = [round_to_e4m3]
 
     def swap(model: PreTrainedModel, *_: object, **__: object) -> None:
@@ -355,7 +355,7 @@ def as_served_on_gpu(directory: Path, kind: Literal["fp8", "int4"]) -> PreTraine
 
 
 def stored_on_gpu(model: nn.Module, kind: type[ops.Fp8] | type[ops.Int4]) -> int:
-    """How many products have a weight that is stored so."""
+    """Return the number of linear layers whose weight is stored in this form."""
     attributes = [(module, "weight" if isinstance(module, Product) else "stored") for module in model.modules()]
     return sum(isinstance(getattr(module, name, None), kind) for module, name in attributes)
 
@@ -368,8 +368,7 @@ def test_logits_on_a_gpu_are_those_of_the_rounded_weights(
 ) -> None:
     """While one sequence decodes: as far from the float32 model of these weights as its own bfloat16 forward is.
 
-    The prompt of one token is computed with padding, so inputs of fp8 products are rounded to e4m3; later its share is
-    small."""
+    The prompt of one token is padded, so activations of fp8 GEMMs are quantised to e4m3; later its share is small."""
     directory = make_tiny(tmp_path / family, family, **GPU_FAMILIES[family])
     model = on_gpu(directory, kind)
     assert stored_on_gpu(model.module, ops.Fp8) == (8 if kind == "fp8" else 1)  # int4: the head
@@ -392,7 +391,7 @@ def test_logits_on_a_gpu_are_those_of_the_rounded_weights(
 @pytest.mark.parametrize("kind", ON_GPU)
 @pytest.mark.parametrize("family", GPU_FAMILIES)
 def test_logits_of_a_prompt_on_a_gpu(tmp_path: Path, family: str, kind: Literal["fp8", "int4"]) -> None:
-    """With many tokens the inputs of fp8 products are rounded to e4m3 as well, which has 4 bits fewer than bfloat16.
+    """With many tokens, fp8 GEMMs also quantise activations to e4m3, which has 4 bits fewer than bfloat16.
 
     With int4 that is the head's.  So the error is at most 16 times that of the float32 model's own bfloat16 forward."""
     directory, prompt = make_tiny(tmp_path / family, family, **GPU_FAMILIES[family]), words(150)

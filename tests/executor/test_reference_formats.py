@@ -67,7 +67,7 @@ def preset(name: str) -> QuantizationScheme:
 
 @dataclass(frozen=True)
 class Kind:
-    """How one kind of checkpoint is written, and which of its layers a CPU serves with their stored numbers."""
+    """Format of one kind of checkpoint, and the layers that a CPU serves with their stored quantised weights."""
 
     schemes: list[QuantizationScheme]
     format: str  # as its config calls it
@@ -141,7 +141,7 @@ UNREAD = {
 
 
 def extremes(weight: torch.Tensor, how: QuantizationArgs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the least and the largest of the weights that share a scale, in the shape of the scales."""
+    """Return minimum and maximum of the weights that share a scale, in the shape of the scales."""
     if how.strategy == "tensor":
         return weight.amin().reshape(1), weight.amax().reshape(1)
     if how.strategy == "channel":
@@ -188,7 +188,7 @@ def compress(
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Plain checkpoints whose sizes every fp8 product takes, unless `changes` say otherwise."""
+    """Unquantised checkpoints whose sizes every fp8 GEMM accepts, unless `changes` replace them."""
     root = tmp_path_factory.mktemp("reference")
 
     def make(dtype: torch.dtype, **changes: Any) -> Path:
@@ -215,7 +215,7 @@ def compressed(reference: Callable[..., Path], tmp_path_factory: pytest.TempPath
 
 @pytest.mark.parametrize(("kind", "dtype"), each_value(list(KINDS), [torch.bfloat16, torch.float16, torch.float32]))
 def test_weights_equal_those_of_the_reference_package(compressed: Write, kind: str, dtype: torch.dtype) -> None:
-    """Bit for bit, in the dtype of the checkpoint: both round only the product of a number and its scale.
+    """Bit for bit, in the dtype of the checkpoint: both round only value * scale.
 
     The package makes weights of e2m1 in bfloat16, whatever the dtype of the model."""
     directory, exact = compressed(kind, dtype)

@@ -1,4 +1,4 @@
-"""What each rank holds of a model: the parts of all ranks are the whole, and nothing else is read."""
+"""The shard of each rank: all shards together are the complete model, and nothing else is read."""
 
 from __future__ import annotations
 

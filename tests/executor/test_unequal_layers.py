@@ -1,4 +1,4 @@
-"""Layers whose heads, or numbers of them, differ, and layers that read the cache of another, as in Gemma 4 and 3n.
+"""Layers with different head sizes or head counts, and layers that read the cache of another one, as in Gemma 4 and 3n.
 
 Greedy text equals that of transformers' generate in float32, token for token, whatever happens to a sequence's blocks.
 """

@@ -93,8 +93,9 @@ AttentionInterface.register("rounded", rounded_attention)
 @pytest.mark.parametrize("chunk", [7, 512])
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])  # fused, and through transformers' own attention modules
 def test_eight_bit_cache(checkpoint: Checkpoint, reference: Reference, family: str, chunk: int) -> None:
-    """Against the same rounding in float64.  Where float32 and float64 round a number to different neighbours, it is
-    off by an eighth: rare, and it stays small.  The rounding itself moves these random models' logits by 6 %."""
+    """Against the same rounding in float64.  If float32 and float64 round a value to different neighbours, it
+    differs by an eighth: rare, and the effect is small.  The rounding itself moves these random models' logits by 6
+    %."""
     prompt = words(61)
     driver = Driver(checkpoint(family), kv_dtype="e4m3")
     driver.add(prompt, None, chunk=chunk, targets=True)
@@ -245,7 +246,7 @@ def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
 def test_a_model_whose_decoder_hides_is_scored_all_the_same(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It runs whole for every piece."""
+    """It runs completely for every chunk."""
     prompt, found = words(2 * TARGET_ROWS), []
     for hide in (False, True):
         driver = Driver(checkpoint("gemma2"))

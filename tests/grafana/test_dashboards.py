@@ -85,7 +85,7 @@ MAY_STAY_ZERO = {
     # One engine alone claims the queue in its order.
     ("Requests claimed, by what the engine held of their prefix", "its beginning"),
     ("Requests claimed, by what the engine held of their prefix", "nothing, after others had the chance"),
-    # Without admission control (the load of this test) no forecast decides, and the pool has no room left.
+    # Without admission control (the load of this test) no forecast decides, and the pool has no free blocks.
     ("Outputs no longer than predicted", "{{quantile}}"),
     ("Paused sequences", "{{engine}}"),
     ("Prompt tokens: queued, and room for them", "room"),

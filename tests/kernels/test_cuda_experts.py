@@ -89,7 +89,7 @@ def exact(
     ("count", "top", "hidden", "inner"),
     [
         *((4, 2, 64, 40), (8, 2, 256, 512), (128, 8, 2048, 768), (16, 4, 1000, 104), (8, 8, 8, 8)),
-        # Rows of 1, 5, 7 and 9 slabs of 64 numbers, where a stage has 4.  With few rows some CTAs have no items.
+        # Rows of 1, 5, 7 and 9 slabs of 64 values, with 4 slabs per stage.  With few rows some CTAs have no items.
         *((1, 1, 64, 64), (300, 8, 320, 448), (5, 3, 576, 64)),
     ],
 )

@@ -101,7 +101,7 @@ def test_ties_with_the_last_one_kept_are_kept(field: str) -> None:
 
 
 def test_the_hash_is_pinned() -> None:
-    """An upgrade that changes these numbers changes every sampled answer that is replayed across it.
+    """An upgrade that changes these values changes every sampled answer that is replayed across it.
 
     Among 2^16 equal logits the first 16 bits of the hash are the token."""
     seeds = [0, 1, 2**63 - 1, *range(100, 110)]

@@ -1,4 +1,4 @@
-"""Where paging does not help: the pairs, and what must stay true of it without a clock."""
+"""The study of loads without benefit from paging: pairs, and properties that need no clock."""
 
 from __future__ import annotations
 

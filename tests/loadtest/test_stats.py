@@ -128,7 +128,7 @@ def test_refusals_and_how_true_the_announced_pause_was() -> None:
 
 
 def test_the_line_of_refused_clients_is_served_in_the_order_in_which_they_first_asked() -> None:
-    """Newcomers that are let in before them used up room which the line could have had."""
+    """Later requests that were admitted before them used capacity that the waiting requests needed."""
     line = [record(i / 10, attempts=[Attempt(i / 10, 429, 9.0), Attempt(9.0 + i, 200)]) for i in range(3)]
     newcomers = [record(float(at)) for at in (2, 4, 6)]
     pauses = needed_pauses([*newcomers, *line], [])

@@ -110,7 +110,7 @@ def port() -> int:
 
 
 class Logged(warm.Popen[str]):
-    """Its stderr goes to a file: a pipe that nobody reads meanwhile would fill with the log, and stop it."""
+    """Its stderr goes to a file: an unread pipe would fill with the log and block it."""
 
     def __init__(self, command: list[str], log: Path, *, cold: bool) -> None:
         self._log, self._cold = log, cold

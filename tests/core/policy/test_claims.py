@@ -1,4 +1,4 @@
-"""How many prompt tokens an engine claims at once."""
+"""Number of prompt tokens that an engine claims at once."""
 
 from __future__ import annotations
 

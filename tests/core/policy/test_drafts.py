@@ -55,7 +55,7 @@ def teach(control: DraftController, seq: Sequence, right: int, match: int = 16, 
 
 @pytest.mark.parametrize("seqs", [1, 8, 64])
 def test_drafts_are_computed_while_each_gives_more_than_it_takes(seqs: int) -> None:
-    """Right drafts are all computed if each costs a tenth of what it is worth; at twice a token's worth, none is."""
+    """Correct drafts are all computed if each costs a tenth of the time that it saves; at twice that time, none is."""
     worth = DECODE_S / seqs
     for cost, want in ((worth / 10, LENGTH), (2 * worth, 0)):
         control, (seq, *_) = controller(seqs, cost, right=want > 0), sequences(1)

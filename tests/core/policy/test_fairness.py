@@ -136,7 +136,7 @@ def test_a_quiet_tenant_does_not_wait_for_a_loud_ones_outputs(mode: str, knows: 
         if len(rig.executor.plans) == 2:
             rig.commit()
     assert rig.core.report.totals.preemptions >= rig.core.report.totals.yields
-    # In the other two modes, loud sequences that grew have made the room.
+    # In the other two modes, growing sequences of the loud tenant have freed the blocks.
     assert rig.core.report.totals.yields > 0 or mode in ("threshold", "none")
     assert all("preempted" not in said for (name, _), said in rig.milestones.items() if name in quiet)
     rig.run()
@@ -297,7 +297,7 @@ def restarts_a_grown_sequence(seed: int) -> bool:
 
 
 def test_a_sequence_that_is_preempted_and_restarted_in_one_plan_keeps_no_old_edits() -> None:
-    """Another tenant drove it out after it had got a block, and enough room was left to start it again at once.
+    """It was preempted for another tenant after it got a block, and enough blocks were left to restart it at once.
     The table of its new slot must not get the old block.  Rare, and only with one step in flight."""
     assert restarts_a_grown_sequence(seed=5)
 

@@ -155,7 +155,7 @@ def test_without_costs_they_would_and_cheap_ones_are_all_taken(monkeypatch: pyte
 
 
 def test_a_slow_slice_with_few_tokens_says_nothing_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else prompts beside structured streams would get a token a step."""
+    """Otherwise prompts that share steps with structured streams would get one token per step."""
     monkeypatch.setattr(oracle, "foreseen", lambda context: 4 if context[-1] % 16 == 3 else 0)
     clock = Clock(0.0)
     for seed in range(8):

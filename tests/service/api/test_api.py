@@ -636,7 +636,7 @@ def test_completion_logprobs_with_echo() -> None:
 
 
 def scored_a() -> ChoiceDelta:
-    """A whole answer of one token with its log probabilities, as completions and chats count them."""
+    """A non-streaming answer of one token with its log probabilities, as counted in completions and chats."""
     at = logprob(-0.5, (1, -0.5), (3, -1.5))
     return ChoiceDelta(0, "a", [1], [at], [0], finish="stop", content=[Score(1, at, None)])
 
@@ -745,7 +745,7 @@ def test_streamed_and_whole_agree() -> None:
 def test_long_logprobs_are_encoded_in_turns_to_the_same_json(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole and streamed, completions and chats."""
+    """Streamed and non-streaming, completions and chats."""
 
     def pieces() -> list[ChoiceDelta]:
         found = [logprob(-0.5, (1, -0.5), (3, -1.5)), logprob(float("-inf"), (1, 0.0)), logprob(-1.0)]

@@ -49,7 +49,7 @@ def test_a_word_of_one_token_is_forbidden_with_and_without_a_blank(byte_level_to
 @given(st.data())
 @settings(max_examples=examples(60), deadline=None)
 def test_no_spelling_of_a_word_is_left(byte_level_tokenizer: Tokenizer, data: st.DataObject) -> None:
-    """Of each token sequence that the tokenizer writes for a word, a token has a bias, or the whole is banned."""
+    """For each token sequence of a word, one token has a bias, or the complete sequence is banned."""
     tokens = data.draw(st.lists(st.lists(st.integers(2, 499), min_size=1, max_size=4), min_size=1, max_size=3))
     encode = byte_level_tokenizer._backend.encode
     words = [byte_level_tokenizer.text_of(ids) for ids in tokens]

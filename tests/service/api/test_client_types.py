@@ -137,7 +137,7 @@ async def test_other_endpoints_validate_strictly(serve: Serve, engine: EngineMak
 async def test_every_state_of_a_stored_response_validates_strictly(
     serve: Serve, engine: EngineMaker, tools_tokenizer: Tokenizer
 ) -> None:
-    """Queued, running, ended, cancelled and failed; read again whole and as events; its input items."""
+    """Queued, running, ended, cancelled and failed responses; read again as JSON and as events; input items."""
     served = await serve(tools_tokenizer)
     kind, events_kind = PATHS["/v1/responses"]
 

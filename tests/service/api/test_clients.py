@@ -96,7 +96,7 @@ async def test_an_empty_prompt_is_the_begin_token_where_there_is_one(
 async def test_500_prompts_wait_in_the_late_lane(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
 ) -> None:
-    """An engine that starts 90 prompt tokens a second is full: 500 prompts of 5 tokens would need 28 s."""
+    """A full engine that starts 90 prompt tokens per second: 500 prompts of 5 tokens would need 28 s."""
     served = await serve(ttft_target_s=TARGET_S, late_wait_s=60.0)
     async with full(served, engine(says(byte_level_tokenizer))) as fake:
         prompts = [[7] * 5 for _ in range(500)]

@@ -77,7 +77,7 @@ DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinki
 
 
 def folded(data: bytes) -> dict[str, Any]:
-    """The message that a stream tells, by the grammar of Anthropic's events."""
+    """Return the message that a stream builds, by the grammar of Anthropic's events."""
     message: dict[str, Any] = {}
     opened: int | None = None
     arguments = ""

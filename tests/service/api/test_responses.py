@@ -80,7 +80,7 @@ def events(data: bytes) -> list[dict[str, Any]]:
 
 
 def folded(found: list[dict[str, Any]], first: int = 0) -> dict[str, Any]:
-    """The response that a stream tells: built from its deltas, and held against what its events repeat."""
+    """Return the response built from a stream's deltas, compared with the values that its events repeat."""
     assert [event["sequence_number"] for event in found] == list(range(first, first + len(found)))
     assert [event["type"] for event in found[:2]] == ["response.created", "response.in_progress"]
     items: list[dict[str, Any]] = []

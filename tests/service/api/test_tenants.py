@@ -1,4 +1,4 @@
-"""Keys and tenants: whoever is known is found, whatever is wrong with the file is named."""
+"""Keys and tenants: known keys find their tenant, and errors name each fault of the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools, reasoning and arguments of the chat template, over HTTP: asked for, streamed, whole, resumed and refused."""
+"""Tools, reasoning and variables of the chat template, over HTTP: streamed, non-streaming, resumed and refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers have the keys of vLLM's, null where there is nothing to say, and the last chunk of text says why it ends."""
+"""Answers have the keys of vLLM, null without a value, and the last chunk of text has the finish reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Histories on many chat templates: what Quire answers comes back whole, and nothing is left out without a word."""
+"""Histories on many chat templates: answers of Quire keep all text when sent back, and no part is dropped silently."""
 
 from __future__ import annotations
 
@@ -479,7 +479,7 @@ def test_random_histories_are_rendered_or_refused(tmp_path: Path) -> None:
 def test_an_answer_with_strings_of_the_template_is_whole(
     published: Tokenizer, content: str, after: list[dict[str, Any]]
 ) -> None:
-    """Templates look for the end of reasoning in what an assistant said, and drop all before it."""
+    """Templates search an assistant's text for the end of its reasoning, and drop everything before it."""
     text = chat_prompt(published, [say("user", "wordask"), say("assistant", content), *after])
     assert [word for word in re.findall("word[a-z]+", content) if word not in text] == []
 

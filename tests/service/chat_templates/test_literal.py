@@ -1,4 +1,4 @@
-"""The content of chat messages holds no special tokens; what holds none is encoded as ever."""
+"""Content of chat messages never becomes special tokens; other text is encoded as usual."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway whose tokens cannot be read says so to its probes, and then ends to be started again."""
+"""A gateway that cannot read tokens fails its probes, and then ends so that it is restarted."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_a_gateway_without_its_reader_is_dead_to_its_probes_and_ends(
 
 
 class Work:
-    """Fails, or waits, as often as it is told to."""
+    """A task that fails or waits a given number of times."""
 
     def __init__(self, *errors: BaseException | None) -> None:
         self.errors, self.done = list(errors), 0

@@ -30,7 +30,7 @@ def cost(prompt_tokens: int = 100, timeout_s: float = 600.0, **more: object) -> 
 
 
 def busy(**changes: object) -> EngineLoad:
-    """A full engine of 100 blocks that gives back 160 tokens per second, half of them prompts': it starts 80 a
+    """A full engine of 100 blocks that frees 160 tokens per second, half of them of prompts: it starts 80 per
     second."""
     load = a_load(total_blocks=100, free_blocks=0, running=8, blocks_per_s=10.0, time_ms=NOW)
     return msgspec.structs.replace(load, **{"prompt_tokens": 5000, "generated_tokens": 5000, **changes})
@@ -370,7 +370,7 @@ def test_every_outcome_is_a_bound_it_keeps_or_an_honest_pause(
 def test_the_excess_is_how_far_its_own_queue_may_grow(asked: Cost, view: Fleet, more: int) -> None:
     """A request alone in the queue, where what is ahead is the queue: Redis compares longer queues.
 
-    The pace of the engines is unknown: the least service counts only once a request has to wait."""
+    The engines' throughput is unknown: the minimum service time counts only if the request has to wait."""
     asked = msgspec.structs.replace(asked, tenant="")
     engines = [msgspec.structs.replace(load, tokens_per_s=0.0) for load in view.engines]
     queued = view.tenants[""].queued_tokens if "" in view.tenants else 1

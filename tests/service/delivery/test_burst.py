@@ -31,7 +31,7 @@ FIFO = GatewayConfig(ttft_target_s=1e-9, late_wait_s=1000.0)  # all that waits i
 
 
 class Burst:
-    """One engine, one gateway, a crowd.  Time in seconds since the run began."""
+    """One engine, one gateway, a burst of requests.  Time in seconds since the run began."""
 
     def __init__(self, jobs: list[Job], seed: int, config: GatewayConfig, step: StepTime = STEP) -> None:
         self.jobs, self.config, self.step = jobs, config, step
@@ -178,7 +178,7 @@ def test_a_burst_is_answered_whole_and_those_that_can_be_in_time_are(seed: int) 
 
 
 def test_where_prompts_are_slow_requests_wait_in_the_lanes_and_not_in_the_engine() -> None:
-    """An engine that claims all that its KV cache has room for keeps them for a median of 0.56 s."""
+    """An engine that claims as many requests as its KV cache fits keeps them waiting for a median of 0.56 s."""
     jobs = burst(0, base=3.3, peak=9.9, rest_s=20.0, ends_known=True)
     run, fifo = Burst(jobs, 0, LANES, SLOW).run(), Burst(jobs, 0, FIFO, SLOW).run()
     assert run.core.report.totals.preemptions == 0  # although prompts take several steps, which delays what follows

@@ -1,4 +1,4 @@
-"""Requests of the late lane over HTTP: held open, told where they stand, and gone when their client is."""
+"""Requests in the late lane (estimated wait over the TTFT target) over HTTP: kept open, with queue position."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COMMENT = re.compile(r": queued place=(\d+) wait_s=([\d.]+)")
 
 @contextlib.asynccontextmanager
 async def full(served: Served, engine: FakeEngine) -> AsyncIterator[FakeEngine]:
-    """The engine has no room until `free_tokens` changes, and the gateway knows its pace."""
+    """The engine has no free capacity until `free_tokens` changes, and the gateway knows its throughput."""
     async with engine as fake:
         fake.free_tokens, fake.load_changes = 0, dict(FULL)
 
