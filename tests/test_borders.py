@@ -1,4 +1,4 @@
-"""Who may import whom (the table of rooms in MAY_SEE), walked with ast.  No room is an exception to its own rule."""
+"""Import rules (MAY_SEE, a table of folders), walked with ast.  No folder is an exception to its own rule."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_imports_stay_inside_borders(module: str, path: Path) -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Lazy imports and those for types count: whoever moves a module must know all that it needs."""
+    """Lazy imports and those for types count, because a module that moves needs them, too."""
     known = dict(modules())
     graph: dict[str, set[str]] = {}
     for module, path in known.items():

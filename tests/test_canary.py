@@ -39,7 +39,7 @@ def shared(checkpoint: Callable[[str], Path]) -> Iterator[LocalExecutor]:
 
 @pytest.fixture
 def loaded(shared: LocalExecutor) -> LocalExecutor:
-    """Without the slots of an earlier engine, which would go on decoding in blocks of the next one."""
+    """Without the slots of an earlier engine, which would continue decoding in blocks of the next one."""
     assert shared._worker is not None
     shared._worker.reset()
     return shared
@@ -133,7 +133,7 @@ def test_the_counts_of_clients_do_not_show_it(idle: Idle) -> None:
 
 
 def weights(executor: LocalExecutor) -> list[torch.Tensor]:
-    """The weights of all products, flat, in the layout in which the model reads them; the head is the last."""
+    """The weights of all linear layers, flat, in the layout in which the model reads them; the LM head is the last."""
     worker = executor._worker
     assert worker is not None
     packed = [each.packed for each in worker._model.modules() if getattr(each, "packed", None) is not None]
@@ -231,7 +231,7 @@ def test_a_failed_step_is_counted_and_the_engine_serves_on(
 
 
 def test_a_full_cache_lends_two_blocks_once(loaded: LocalExecutor) -> None:
-    """A cached prefix makes room for the canary; its blocks are free afterwards, so the next run evicts nothing."""
+    """A cached prefix is evicted for the canary; its blocks are free afterwards, so the next run evicts nothing."""
     idle = Idle(loaded)
     for first in range(4):
         idle.ask([first + 20] * 47, 2)  # three full blocks each

@@ -89,7 +89,7 @@ class Ends(LocalBox):
 
 
 class Counted(ScriptedExecutor):
-    """Remembers what it computed, and loses the steps it is told to."""
+    """Records the computed tokens, and loses the chosen steps."""
 
     def __init__(self, blocks: int = 64, lost: frozenset[int] = frozenset()) -> None:
         super().__init__(INFO, blocks)

@@ -151,7 +151,7 @@ def test_the_time_of_a_step_is_known_at_once_after_idleness() -> None:
 
 
 def test_the_pace_is_what_the_engine_does_while_requests_wait() -> None:
-    """One lonely request tells nothing of how many a second an engine could serve."""
+    """A single request does not show how many requests per second an engine can serve."""
     box = Reports()
     engine = Engine(CONFIG, ScriptedExecutor(INFO, 64, step_seconds=0.005), box, box)
     rates = []

@@ -89,7 +89,7 @@ def test_a_process_that_was_stopped_has_not_hung() -> None:
 
 
 async def test_an_engine_that_failed_claims_nothing_more() -> None:
-    """Its emitted tokens are still sent; its last report offered room."""
+    """Its emitted tokens are still sent; its last report had free capacity."""
     thread = BusThread(EngineConfig())
     sent = []
 

@@ -105,7 +105,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_exception_interact(node: object) -> None:
-    """Go on with the limit after a failure."""
+    """Continue with the limit after a failure."""
     if isinstance(node, pytest.Item):
         _limit.continue_after_failure(node)
 

@@ -146,7 +146,7 @@ def adopting() -> Iterator[None]:
 
 
 class Popen(COLD[Text]):
-    """subprocess.Popen, whose process is a fork of the template where it can be."""
+    """subprocess.Popen, whose process is a fork of the template if possible."""
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *rest: Any) -> None:
         """Take the place of fork and exec; the arguments are those of Python 3.11 and 3.12."""

@@ -392,7 +392,7 @@ async def test_a_deadline_out_of_reach_is_refused_before_it_costs_anything(
         }
         await settled(lambda: any(load.running == 9 for load in served.streams.fleet.engines))
         await settled(lambda: served.streams.fleet.free_tokens == 0)
-        # Prompt tokens start as fast as output tokens are made, 90 a second: 300 of them take longer than 3 s.
+        # Prompt tokens start as fast as output tokens are generated, 90 per second: 300 of them take longer than 3 s.
         asked = {"prompt": [7] * 300, "max_tokens": 5}
         status, body, headers = await raw(served.session, "/v1/completions", **asked, timeout=3)
         assert (status, body["error"]["code"], body["error"]["limit"]) == (429, "deadline_unreachable", 3)
@@ -559,7 +559,7 @@ async def test_a_slow_reader_delays_nobody_and_loses_nothing(
 
 
 async def send_raw(url: str, request: bytes) -> bytes:
-    """All that comes back to these bytes."""
+    """Return the complete response to these bytes."""
     host, _, port = url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(request)

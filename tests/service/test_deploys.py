@@ -1,4 +1,4 @@
-"""Gateways come and go, killed or told to, and every answer comes to its end: two processes on one port."""
+"""Gateways that are killed or drained while others start: every answer is completed. Two processes on one port."""
 
 from __future__ import annotations
 

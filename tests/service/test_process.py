@@ -51,7 +51,7 @@ def test_importing_the_service_is_quick_and_loads_no_torch() -> None:
         "import time, sys; t = time.process_time(); import quire.service.app; used = time.process_time() - t\n"
         "print(used); assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
-    # The least of three: another process on this core can only make it slower.
+    # The minimum of three: another process on this core can only make it slower.
     times = [float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT)) for _ in range(3)]
     assert min(times) < 2000 * python_s()  # 1 s
 

@@ -40,7 +40,7 @@ STREAMS_PER_ADDRESS = 20_000  # one pair of addresses has some 28,000 ports for 
 
 
 class Hushed:
-    """An engine that says one token of each answer and then nothing, until it is told to stop."""
+    """An engine that emits one token of each answer and then none, until it is stopped."""
 
     def __init__(self, url: str) -> None:
         self._side = EngineSide(url, "e0")

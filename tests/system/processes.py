@@ -106,7 +106,7 @@ def ending(processes: list[Process]) -> Iterator[list[Process]]:
 def wait_until_ready(url: str, seconds: float = 200.0, *, gateways: int = 1) -> None:
     """Wait until the gateway at `url` is ready.
 
-    Where several gateways share the port, each connection reaches a random one.  The wait then ends after so many
+    If several gateways share the port, each connection reaches a random one.  The wait then ends after so many
     successes in a row that each of them has very likely answered."""
     bound = Patience(seconds)
     in_a_row, wanted = 0, 20 * gateways - 19

@@ -78,7 +78,7 @@ class Restarts:
         return process
 
     async def rest(self) -> None:
-        """Wait until nobody is served."""
+        """Wait until no request is served."""
         await fleet_until(self.redis_url, self.namespace, at_rest, 100.0)
 
     async def first(self, session: aiohttp.ClientSession, prompt: list[int], due: float | None = None) -> First:

@@ -1,4 +1,4 @@
-"""A whole server inside the test process: real Redis, engine and gateway code on separate threads, real HTTP.
+"""A complete server inside the test process: real Redis, engine and gateway code on separate threads, real HTTP.
 
 Processes take seconds to start and are used where a process is what is tested (tests/system/processes.py).  For all
 other tests this stack runs the same code in a tenth of the time.

@@ -68,7 +68,7 @@ async def ask(client: aiohttp.ClientSession, url: str, number: int, *, prompt: i
             assert response.status == 429, answer
             assert 1 <= int(response.headers["Retry-After"]) <= 60
         refusals += 1
-        await asyncio.sleep(0.02)  # shorter than Retry-After, since room may appear at any time
+        await asyncio.sleep(0.02)  # shorter than Retry-After, since capacity may become free at any time
 
 
 async def hammer(stack: Stack, count: int, **options: Any) -> int:
@@ -117,7 +117,7 @@ async def test_two_gateways_never_overshoot_the_pool_by_more_than_one_admission(
 
     A gateway whose reading is older than the engine's last claim may queue some requests more; they stay in the queue.
     The engine's pace is known from a first load: until then the queue may hold as much as the pool does.  Then the
-    step of one request lasts until the engine has no room for another: it has claimed enough to fill the pool.  It
+    step of one request lasts until the engine has no free capacity: it has claimed enough to fill the pool.  It
     claims what its next two steps compute, which measured times must not bound: a slow machine would claim less than
     the pool holds, and wait for the end of the step."""
     engine: dict[str, Any] = {"executor": "scripted", "scripted_step_ms": 3.0, "kv_blocks": BLOCKS, "max_seqs": 64}

@@ -155,7 +155,7 @@ def sampled(client: openai.OpenAI, seed: int, n: int = 1) -> list[str]:
 
 
 async def test_a_seed_gives_the_same_text_whatever_else_runs(server: Server) -> None:
-    """Alone, among batch mates, streamed, and after the engine died and came back."""
+    """Alone, in a batch, streamed, and after the engine died and restarted."""
     with server.client() as client:
         seeds = range(4)
         alone = [await asyncio.to_thread(sampled, client, seed) for seed in seeds]
@@ -280,7 +280,7 @@ async def test_without_a_late_lane_overload_is_a_rate_limit_and_a_patient_client
             await asyncio.sleep(0.05)
             async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=20) as patient:
                 waited = await asyncio.gather(
-                    # Not what the hasty were refused and told to come back with.
+                    # Not those of requests that were refused with Retry-After.
                     *(patient.completions.with_raw_response.create(**asked | {"prompt": [i] * 300}) for i in (6, 7, 8))
                 )
             assert all(answer.parse().usage.completion_tokens == 60 for answer in waited)

@@ -121,7 +121,7 @@ async def test_an_engine_that_joins_under_load_is_warm(
     checkpoint: Callable[[str], Path],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Requests arrive all the time, but another engine has room for them: a rolling deploy."""
+    """Requests arrive all the time, but another engine has capacity for them: a rolling deploy."""
     caplog.set_level(logging.INFO, "quire.warming")
     document = text(1, 200, VOCAB)
     options: dict[str, Any] = {"warm_seconds": LIMIT_S}

@@ -76,7 +76,7 @@ def test_the_user_suffices_for_a_gateway_and_an_engine(
         with urllib.request.urlopen(f"{stack.url}/engine/state", timeout=patience(60)) as state:
             assert state.status == 200
     refused = {entry["object"] for entry in admin.acl_log()}
-    # redis-py tells its version by CLIENT SETINFO, a start asks for the commands; both go on where they may not.
+    # redis-py sends its version by CLIENT SETINFO, a start queries the commands; both continue without these rights.
     assert refused <= {"client", "command|info", "command"}
 
 

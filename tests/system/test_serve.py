@@ -112,7 +112,7 @@ def test_without_a_model_it_serves_the_demo_model(demo_model: Path) -> None:
     for words in ([], ["demo"]):
         first, says = first_line(*words)
         assert first.startswith("serving smollm2-135m at http://127.0.0.1:"), says
-        assert "demo model" not in says  # it was there already, and then nothing is said about it
+        assert "demo model" not in says  # it existed already, and then it is not logged
 
 
 def test_where_the_demo_model_cannot_be_fetched_the_builtin_one_is_served(

@@ -232,7 +232,7 @@ def test_a_refusal_names_the_keyword(client: openai.OpenAI) -> None:
 
 
 def test_a_grammar_that_an_engine_cannot_follow_ends_its_request(client: openai.OpenAI) -> None:
-    """What the gateway cannot foresee is the fault of this request, and not of the engine; others go on."""
+    """A grammar that fails only in the engine fails this request, not the engine; other requests continue."""
     asked: Any = {"model": "tiny", "prompt": "a", "max_tokens": 300, "temperature": 0}
     for form, param in (
         ({"guided_regex": TOO_WIDE}, "guided_regex"),

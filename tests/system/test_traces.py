@@ -111,7 +111,7 @@ async def test_one_trace_and_one_line_for_each_request(
             collector.wait_for(lambda: len({span.span_id for span in collector.spans}) == 7, LIMIT_S)
             check_trace(collector.spans)
 
-            collector.answering.clear()  # whoever collects traces hangs: nobody notices
+            collector.answering.clear()  # the trace collector hangs, without effect on requests
             async with client.post("/v1/completions", json=body | {"max_tokens": 3, "stream": False}) as response:
                 assert response.status == 200, await response.text()
             collector.wait_for(lambda: collector.asked > 0, patience(LIMIT_S))
@@ -140,7 +140,7 @@ def check_trace(spans: list[Seen]) -> None:
     assert (queue.instance, prefill.instance) == ("e1", "e1")  # what e1 decoded went with it
     assert (resume.instance, decode.instance) == ("e2", "e2")
     assert (root.kind, comeback.kind, decode.kind) == ("SERVER", "SERVER", "INTERNAL")
-    # Both machines' clocks are this one's; queueing is said in whole milliseconds.
+    # Both machines' clocks are this one's; the queue time is an integer of milliseconds.
     order = [root.start_ns, admission.start_ns, prefill.start_ns, prefill.end_ns, resume.start_ns, decode.start_ns]
     assert order == sorted(order)
     assert root.start_ns - 1e7 < queue.start_ns < queue.end_ns <= prefill.start_ns + 1e6

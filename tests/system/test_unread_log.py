@@ -35,7 +35,7 @@ async def ask(url: str, count: int) -> None:
 
 
 def requests_in(log: bytearray) -> int:
-    """Whole lines of the log that are about a completion."""
+    """Return the complete log lines about a completion."""
     lines = bytes(log).splitlines(keepends=True)
     return sum(b"quire.request" in line and b"/v1/completions" in line and line.endswith(b"\n") for line in lines)
 

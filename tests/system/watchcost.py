@@ -2,7 +2,7 @@
 
     python -m tests.system.watchcost [--streams 64] [--tokens 400] [--rounds 6] [--step-ms 5 | --real]
 
-Prints tokens a second and the engine's CPU time a token of each pair, then the medians of the pairs' ratios.  `--real`:
+Prints tokens/s and the engine's CPU time per token of each pair, then the medians of the pairs' ratios.  `--real`:
 the 42M-parameter model of loadtest.throughput, not the scripted engine.
 """
 

@@ -24,7 +24,7 @@ STEP = StepTime(fixed=1.0, row=0.25, prompt_token=0.125)
 
 
 def brute_force(work: Work, goal: Goal) -> int:
-    """Return the most requests that any schedule has on time.
+    """Return the maximum number of on-time requests of any schedule.
 
     Each step computes any set of requests that fits; the others are swapped out at no cost.  Before each step it may
     wait for the next arrival.  A request that missed a token's time is dropped: it counts no more."""
@@ -82,7 +82,7 @@ def test_both_are_exact_where_the_pool_serves_one_request_at_a_time() -> None:
     work, goal = Work([Request(0.0, 4, 1)] * 4, Capacity(2, 2, step)), Goal(2.5, 0.1)
     assert brute_force(work, goal) == 2
     assert sum(clairvoyant(work, goal, [True] * 4, rounds=0)) == 2
-    # Intervals end on whole seconds: of those that end at 3 s, three requests fit.
+    # Intervals end at full seconds: three requests fit those that end at 3 s.
     assert bound(work, goal, [True] * 4) == 3
 
 

@@ -18,7 +18,7 @@ from quire.engine.wire.records import ANY_TOKENS, QueueBounds, SyncReply
 from quire.engine.wire.token_messages import channel_of
 from tests.pace import patience
 
-PLENTY = (1_000_000, 1_000)  # room in tokens and in requests
+PLENTY = (1_000_000, 1_000)  # free capacity in tokens and in requests
 LONG_MS = 3_600_000  # deadlines and leases: longer than any pause of the machine
 
 
@@ -28,7 +28,7 @@ def generate(request_id: str, tokens: int = 10, gateway: str = "g1", **more: Any
 
 
 def within(excess: int) -> QueueBounds:
-    """Join the on-time lane if its tokens exceed the room by at most `excess`; else none."""
+    """Join the on-time lane if its tokens exceed the free capacity by at most `excess`; else no lane."""
     return QueueBounds(excess, -ANY_TOKENS)
 
 

@@ -150,7 +150,7 @@ def move_keys(source: Node, target: Node, slot: int) -> None:
 
 @pytest.mark.every_redis
 async def test_a_slot_moves_to_another_node(cluster: RedisCluster, elsewhere: Bus) -> None:
-    """While it moves, every script is refused in full.  Then stream, log, queue and bell continue at the new node."""
+    """While it moves, every script is refused in full.  Then stream, log, queue and wake-ups use the new node."""
     prefix = f"{{{elsewhere.namespace}}}:"
     source, slot = cluster.serving(prefix), slot_of(prefix)
     target = cluster.others(prefix)[1]

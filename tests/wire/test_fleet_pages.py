@@ -1,4 +1,4 @@
-"""Readings of the fleet return what has changed, page by page, and tell a gateway as much as reading every lease."""
+"""Snapshots of the fleet return changes page by page, and together as much as reading every lease."""
 
 from __future__ import annotations
 

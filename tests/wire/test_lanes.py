@@ -56,7 +56,7 @@ async def test_a_request_that_does_not_fit_keeps_the_room_from_smaller_ones_behi
 
 
 async def test_a_search_counts_for_the_first_blocks_of_its_beams(bus: Bus) -> None:
-    """Of two gateways, each would have seen room for its own search; the queue has room for one."""
+    """Each of two gateways would have seen capacity for its own search; the queue has capacity for one."""
     one, other, engine = await bus.gateway("g1"), await bus.gateway("g2"), await bus.engine()
     await take(engine, tokens=100)
     bounds = QueueBounds(0, -ANY_TOKENS, extra_tokens=48)
@@ -235,7 +235,7 @@ async def test_the_queue_is_bounded_in_requests_and_in_bytes(bus: Bus) -> None:
     assert (await gateway.submit(generate("d", 200), bounds=small)).accepted
     assert (await gateway.submit(generate("e", 1200), bounds=small)).full
     refused = await gateway.submit(generate("f", 1200), bounds=QueueBounds(-ANY_TOKENS, -ANY_TOKENS, max_requests=1))
-    assert (refused.accepted, refused.full) == (False, False)  # it has no room anyway: 429
+    assert (refused.accepted, refused.full) == (False, False)  # it has no free capacity anyway: 429
 
 
 async def test_a_tenant_keeps_its_counter_when_its_only_request_moves(bus: Bus) -> None:
@@ -262,7 +262,7 @@ async def test_an_engine_claims_what_it_can_compute_soon_and_the_rest_stays_in_t
 
     assert await claim(0) == []
     assert await claim(11) == ["a", "b"]  # the one that exceeds it is the last one
-    # The room that is left is still offered, and a small request overtakes what was not claimed.
+    # The remaining capacity is still offered, and a small request overtakes requests that were not claimed.
     assert (await gateway.fleet()).free_tokens == 980
     small = QueueBounds(target_ms=600_000, size_class=0)
     await gateway.submit(generate("d", 500), bounds=QueueBounds(target_ms=600_000, size_class=2))

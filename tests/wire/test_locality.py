@@ -148,7 +148,7 @@ async def test_an_engine_takes_what_follows_a_request_that_it_leaves(bus: Bus) -
 
 
 async def test_only_an_engine_that_can_take_it_is_waited_for(bus: Bus, redis_server: EmbeddedRedis) -> None:
-    """Full, with too little room, silent, without a lease, draining, or not publishing: none of these."""
+    """Not an engine that is full, has too little capacity, is silent, has no lease, drains, or publishes nothing."""
     gateway = await bus.gateway()
     held = holding(prompt(1, 1024))
     holder, other = await two(bus, held)
@@ -287,7 +287,7 @@ async def test_the_window_is_bounded(bus: Bus) -> None:
 
 
 async def test_an_exchange_that_leaves_many_tenants_requests_goes_on_in_the_queues_order(bus: Bus) -> None:
-    """It tries TRIES requests in vain.  Beyond them tenants keep their turns, and an engine with room has work."""
+    """It tries TRIES requests in vain.  Beyond them tenants keep their turns, and an engine with capacity gets work."""
     gateway = await bus.gateway()
     _, other = await two(bus, SLOW)  # e1 is idle
     busy = PrefixReport(token_us=1e6, step_us=10_000.0, backlog=1_000_000)
@@ -297,7 +297,7 @@ async def test_an_exchange_that_leaves_many_tenants_requests_goes_on_in_the_queu
     got = await sync(other, "e2", busy, requests=1)
     assert (ids(got), got.retry_ms > 0) == ([names[TRIES]], True)
     assert ids(await sync(other, "e2", busy, requests=5)) == names[TRIES + 1 : TRIES + 6]
-    # A tenant whose window has room for more tries is tried to its end.
+    # A tenant whose window allows more attempts is examined to its end.
     for at in range(3):
         await gateway.submit(ask(f"first {at}", prompt(1, 100), tenant=f"tenant of {names[0]}"))
     assert ids(await sync(other, "e2", busy, requests=1)) == [names[TRIES - 3]]

@@ -60,7 +60,7 @@ def two(folder: Path, url: str, namespace: str, ahead_s: float) -> Iterator[tupl
 async def test_clocks_minutes_apart_leave_no_request_longer_and_none_sooner(
     bus: Bus, redis_server: EmbeddedRedis, tmp_path: Path, ahead_s: float
 ) -> None:
-    """By the holder's clock it was heard of minutes ago, or will be; by the other's each time has passed, or none."""
+    """By the holder's clock its last sync was minutes ago or in the future; by the other's all times passed or none."""
     gateway = await bus.gateway()
     with two(tmp_path, redis_server.url, bus.namespace, ahead_s) as (holder, other):
         assert abs(holder.sync(gains=[1, 2])["clock_s"] - ahead_s) < 5

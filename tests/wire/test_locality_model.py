@@ -276,7 +276,7 @@ class LocalityModel(RuleBasedStateMachine):
         got: SyncReply,
         report: PrefixReport,
     ) -> None:
-        """An engine with room for the first request leaves without it only for a bounded time, and asks again."""
+        """An engine with capacity for the first request leaves without it only for a bounded time, and syncs again."""
         heads = [queue[0][0] for queue in queues.values() if queue]
         if len(ids) >= most or not heads or any(len(self.requests[one].token_ids) > room for one in heads):
             return

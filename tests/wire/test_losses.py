@@ -31,7 +31,7 @@ ENGINES = ("e0", "e1")
 
 
 def token(request_id: str, index: int, position: int) -> int:
-    """What stands there, whoever computes it."""
+    """The token at a position, whichever engine computes it."""
     return zlib.crc32(f"{request_id} {index} {position}".encode())
 
 
@@ -40,7 +40,7 @@ def logprob(request_id: str, index: int, position: int) -> TokenLogprob:
 
 
 class Computing:
-    """An engine that says what `token` and `logprob` say, as far as it is told to."""
+    """An engine that emits `token` and `logprob` up to a chosen position."""
 
     def __init__(self, side: EngineSide, name: str) -> None:
         self.side, self.name = side, name
@@ -187,7 +187,7 @@ async def test_a_lost_claim_end_or_token_comes_again(redis_server: EmbeddedRedis
 
 @pytest.mark.every_redis
 async def test_who_is_taken_over_and_left_again_is_not_taken_back(bus: Bus) -> None:
-    """The engine that wakes does not know what the other one has said of it."""
+    """The engine that wakes up does not know the tokens that the other one has emitted."""
     gateway = await bus.gateway("g")
     zombie, other = [Computing(await bus.engine(name), name) for name in ENGINES]
     await gateway.submit(generate("a", gateway="g"))
@@ -229,7 +229,7 @@ class Losses(RuleBasedStateMachine):
             side = EngineSide(self.server.url, name, namespace=self.namespace, lease_ms=LONG_MS)
             self.run(side.open())
             self.engines.append(Computing(side, name))
-        self.fresh = False  # nobody has gone back to what is kept
+        self.fresh = False  # no engine has returned to the stored state
         for engine in self.engines:
             self.submit(probs=False, n=2)
             self.run(engine.sync([], 1))

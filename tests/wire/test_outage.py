@@ -110,7 +110,7 @@ async def test_full_memory_refuses_what_is_new_and_corrupts_nothing(own_server: 
 
 
 async def test_an_engine_that_is_told_to_go_while_redis_is_away_goes(own_server: EmbeddedRedis, own_bus: Bus) -> None:
-    """What it has not sent nobody has seen: whoever takes over says it again."""
+    """Unsent tokens were never seen: the engine that takes over emits them again."""
     gateway = await own_bus.gateway()
     running = Running(own_server.url, own_bus.namespace)
     await gateway.submit(request("a", 400))

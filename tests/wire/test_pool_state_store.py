@@ -35,7 +35,7 @@ async def test_an_engine_learns_of_a_watcher_in_its_next_exchange(bus: Bus) -> N
 
 
 async def test_the_first_watcher_rings_the_bell_and_a_renewal_does_not(bus: Bus) -> None:
-    """Idle engines sync once per second; the bell makes them do so at once."""
+    """Idle engines sync once per second; a wake-up makes them sync at once."""
     gateway = await bus.gateway()
     bell = f"{{{bus.namespace}}}:bell"
     with redis.Redis.from_url(bus.url) as store, store.pubsub(ignore_subscribe_messages=False) as listener:

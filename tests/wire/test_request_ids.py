@@ -44,7 +44,7 @@ def test_each_kind_of_answer_has_a_short_id() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("prompt", [0, 1, 255, 65_535])
 async def test_redis_enters_their_tokens_in_the_same_log(bus: Bus, kind: str, prompt: int) -> None:
-    """A reader of the log makes Redis read the engine's tail, where ids are short."""
+    """A reader of the log makes Redis read the engine's unflushed log tail, in which ids are short."""
     gateway, engine = await bus.gateway(), await bus.engine()
     request_id = f"{new_id(kind, 1_790_000_000_000)}.{prompt}"
     await gateway.submit(generate(request_id))

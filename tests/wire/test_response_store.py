@@ -1,4 +1,4 @@
-"""Stored responses: their holder reads them, the oldest make room, leases of dead gateways pass on."""
+"""Stored responses: their holder reads them, the oldest are replaced, leases of dead gateways pass on."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_luacheck_finds_nothing() -> None:
     command = [*luacheck, "--config", str(FOLDER / ".luacheckrc"), str(FOLDER)]
     files = subprocess.run(command, capture_output=True, text=True, check=False)
     assert files.returncode == 0, files.stdout
-    # Whole scripts: a shared function that uses one defined after it would read a global.
+    # Complete scripts: a shared function that uses one defined after it would read a global.
     names = ["--read-globals", "redis", "cmsgpack", "struct", "KEYS", "ARGV"]
     command = [*luacheck, "--no-config", "--std", "lua51", "--only", "1", *names, "--", "-"]
     for name, script in ALL.items():

@@ -39,7 +39,7 @@ async def test_an_engine_that_closes_as_failed_counts_an_attempt(bus: Bus, died:
 
 
 async def test_what_a_failed_engine_said_last_counts_as_progress(bus: Bus) -> None:
-    """It stands in the engine's tail when the engine closes."""
+    """It is in the engine's unflushed log tail when the engine closes."""
     gateway = await bus.gateway()
     await gateway.submit(generate("long"))
     for at in range(4):
@@ -51,7 +51,7 @@ async def test_what_a_failed_engine_said_last_counts_as_progress(bus: Bus) -> No
 
 
 async def test_a_failed_engine_is_remembered(bus: Bus) -> None:
-    """Closed twice, or after a lost reply, it does no harm; its successor goes on under its name."""
+    """Closing twice, or after a lost reply, is harmless; its successor continues under its name."""
     gateway = await bus.gateway()
     await gateway.submit(generate("a"))
     engine = await bus.engine()
@@ -66,7 +66,7 @@ async def test_a_failed_engine_is_remembered(bus: Bus) -> None:
 
 
 async def room(engine: EngineSide, name: str, tokens: int, total_blocks: int = 100) -> list[str]:
-    """What it claims with room for so many tokens; empty it holds 16 times `total_blocks`."""
+    """Return its claims with free capacity for so many tokens; an empty engine fits 16 times `total_blocks`."""
     said = msgspec.structs.replace(load(name), total_blocks=total_blocks)
     return ids(await engine.sync([], [], said, tokens, 1000))
 
@@ -84,7 +84,7 @@ async def test_a_suspect_that_fits_nowhere_stops_one_engine_and_not_the_fleet(bu
     }
     idle = [name for name, each in claimed.items() if not any(each)]
     assert len(idle) == 1, claimed
-    # The engine that made room gets it, and runs it alone.
+    # The engine that freed its blocks gets it, and runs it alone.
     holder = engines[idle[0]]
     assert await room(holder, idle[0], 600) == ["long"]
     assert await room(holder, idle[0], 600) == []

@@ -194,7 +194,7 @@ async def test_a_token_costs_redis_a_few_bytes(redis_server: EmbeddedRedis, bus:
         tokens = client.memory_usage(f"{{{bus.namespace}}}:log:a:0")
         rest = client.memory_usage(f"{{{bus.namespace}}}:log:a")
     print(f"{tokens} bytes for 500 tokens, and {rest} for the rest of the log")
-    assert tokens <= 500 * 2 * token_log.TOKEN_BYTES + 200  # strings that grow have room to grow
+    assert tokens <= 500 * 2 * token_log.TOKEN_BYTES + 200  # growing strings have reserved memory
     assert rest <= 300
 
 
@@ -287,7 +287,7 @@ async def test_each_token_delivered_is_counted_once_and_each_generated(bus: Bus)
 
 @pytest.mark.parametrize("what", ["settle", "attach", "quota"])
 async def test_an_ended_request_costs_no_other_request_anything(bus: Bus, what: str) -> None:
-    """Its log is whole.  So neither its settlement nor a reader decodes what engines have still to enter for others."""
+    """Its log is complete.  So neither its settlement nor a reader decodes what engines must still enter for others."""
     gateway, engine, other = await bus.gateway(), await bus.engine(), await bus.engine("e2")
     quota = Quota(max_requests=1)
     await gateway.quotas.take("t", quota, "a", generate("a").deadline_ms, [(10, 5)])
@@ -370,7 +370,7 @@ async def test_a_gateway_hears_that_it_was_given_up(bus: Bus) -> None:
 async def test_a_gateway_hears_that_redis_may_have_lost_the_newest_requests(
     own_server: EmbeddedRedis, own_bus: Bus
 ) -> None:
-    """A failover loses the tail of what was acknowledged; the heartbeat before it may have survived."""
+    """A failover loses the last acknowledged writes; the heartbeat before them may have survived."""
     gateway = await own_bus.gateway()
     with redis.Redis.from_url(own_server.url) as client:
         assert [(await gateway.fleet()).forgotten for _ in range(2)] == [True, False]
@@ -396,7 +396,7 @@ async def test_a_log_that_is_still_read_is_kept(bus: Bus) -> None:
 
 
 async def test_who_attaches_while_the_last_tokens_are_under_way_hears_the_end(bus: Bus) -> None:
-    """The engine has not heard of the new listener when it sends them, and forgets the request with them."""
+    """The engine does not know the new listener when it sends them, and forgets the request with them."""
     first, second, engine = await bus.gateway("g1"), await bus.gateway("g2"), await bus.engine()
     await first.submit(generate("a"))
     await take(engine)

@@ -36,8 +36,9 @@ async def test_after_500_random_departures_the_books_balance(
     namespace: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Streamed and whole, with siblings and stop strings, by clients that leave at any moment, read to the end, or come
-    back elsewhere: generated is what the engine counts, and delivered is never less than what a client has seen."""
+    """Streamed and non-streaming answers, several choices, stop strings; clients that leave at any moment, read to the
+    end, or resume at another gateway. "Generated" is the engine's count; "delivered" is at least the number of tokens
+    that a client has read."""
     gateways = [await serve(late_wait_s=1000.0), await serve(late_wait_s=1000.0)]
     rng, read, complete = random.Random(5), 0, 0
     slots = asyncio.Semaphore(100)
@@ -86,7 +87,7 @@ async def test_after_500_random_departures_the_books_balance(
         await asyncio.gather(*(one(number) for number in range(500)))
         for served in gateways:
             for order in list(served.streams.orders._orders.values()):
-                if order.timer is not None and order.running:  # nobody comes back to it: as after resume_s
+                if order.timer is not None and order.running:  # no client resumes it, as after resume_s
                     served.streams.orders._abandon(order)
         await settled(lambda: not fake.busy)
     for served in gateways:
@@ -97,9 +98,9 @@ async def test_after_500_random_departures_the_books_balance(
     assert usage["requests"] >= len(fake.seen)
     assert 0 < read <= usage["delivered"] < usage["generated"]
     assert 0 < complete < 500
-    # Whoever was read in two places has a record from each, in whatever order: the one that is furthest counts.
+    # An order that was read at two gateways has a record from each, in any order: the furthest one counts.
     furthest = {one.request_id: one for one in sorted(recorded, key=lambda one: one.delivered)}
     assert sum(one.generated for one in furthest.values()) == usage["generated"]
     assert sum(one.delivered for one in furthest.values()) == usage["delivered"]
-    # The metric counts no position twice; what a gateway settled as it was stopped, it may not have heard back of.
+    # The metric counts no position twice; a stopping gateway may miss the reply to its last settlement.
     assert 0 < sum(one.new for one in recorded) <= usage["delivered"]

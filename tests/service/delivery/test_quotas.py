@@ -154,7 +154,7 @@ async def test_beyond_a_quota_the_refusal_says_when_and_the_official_client_wait
             answer = await client.completions.create(model="tiny", prompt=[5, 6, 7, 8], max_tokens=26)
             assert answer.usage is not None
             assert answer.usage.completion_tokens == 6
-        assert time.monotonic() - start > 1.9  # as retry-after-ms said, and without a third attempt
+        assert time.monotonic() - start > 1.9  # after the pause of retry-after-ms, and without a third attempt
         metrics = served.gateway._middleware._telemetry.expose().decode()
         refused = 'quire_quota_refusals_total{gateway="g0",quota="tokens_per_minute",tenant="acme"}'
         assert f"{refused} 2.0" in metrics or began - start > 1.9  # a machine too busy for the client to be refused

@@ -1,4 +1,4 @@
-"""While Redis is away: new work is refused and told when to come again, /ready says why; streams go on after it."""
+"""While Redis is away: new requests get 503 with Retry-After, /ready has the reason; streams continue afterwards."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def test_a_restart_of_redis_costs_running_streams_nothing(
                 assert response.status == 503
                 assert (await response.json())["error"]["code"] == "queue_unavailable"
                 assert float(response.headers["Retry-After"]) >= 1
-            async with served.session.post("/reset_prefix_cache") as response:  # no engine can be told
+            async with served.session.post("/reset_prefix_cache") as response:  # no engine can be notified
                 assert (response.status, (await response.json())["error"]["code"]) == (503, "queue_unavailable")
             assert not running.done()
             await asyncio.to_thread(server.start)

@@ -1,4 +1,4 @@
-"""Coming back to an answer: any event of any stream is a place to go on from, at any gateway, for its owner only."""
+"""Resuming an answer: from any event of any stream, at any gateway, for its owner only."""
 
 from __future__ import annotations
 
@@ -333,7 +333,7 @@ async def test_a_retry_attaches_to_the_running_and_to_the_finished_answer(
             assert (await response.json())["error"]["code"] == "idempotency_key_reused"
         async with other.session.post("/v1/completions", json=body, headers={**key, "Idempotency-Key": ""}) as response:
             assert response.status == 400
-        mine = {**key, "Authorization": "Bearer b"}  # the same word of somebody else is another key
+        mine = {**key, "Authorization": "Bearer b"}  # the same key of another client is a different key
         assert merged(await events(other.session, "/v1/completions", body, **mine))["text 0"] == whole["text 0"]
         assert len(fake.seen) == 2
 
@@ -361,7 +361,7 @@ async def test_a_key_whose_answer_came_to_nothing_is_free(
     async with engine(says(byte_level_tokenizer), step_s=0.02) as fake:
         await settled(lambda: bool(served.streams.fleet.engines))
         await events(served.session, "/v1/completions", body, most=1, **key)
-        await settled(lambda: len(fake.aborted) == 1)  # nobody came back in time
+        await settled(lambda: len(fake.aborted) == 1)  # no client resumed in time
         assert merged(await events(served.session, "/v1/completions", body, **key))["end 0"] == [("length", None)]
         assert len(fake.seen) == 2
 

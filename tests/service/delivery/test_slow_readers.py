@@ -1,4 +1,4 @@
-"""Readers who do not keep up: what they cost is bounded and stays here, and nobody else waits for them."""
+"""Slow readers: their cost is bounded, and no other request waits for them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_forty_at_a_byte_each_cost_bounded_memory_and_no_blocks_and_delay_
             fast = [asyncio.create_task(events(served.session, "/v1/completions", body)) for _ in range(8)]
             for one in slow:
                 assert len(await asyncio.get_running_loop().sock_recv(one, 1)) == 1
-            for task in fast:  # they come to their end while nobody reads on beside them
+            for task in fast:  # they end while no other client reads
                 assert merged(await task)["text 0"] == expected
             await settled(lambda: not fake.busy)
             assert len(served.streams) == SLOW  # the engine has nothing left of them, and they still read

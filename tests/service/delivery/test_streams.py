@@ -104,7 +104,7 @@ def test_the_first_delta_brings_what_the_prompt_brought() -> None:
 
 
 class Wire:
-    """A bus that only notes what it is told."""
+    """A bus that only records calls."""
 
     def __init__(self) -> None:
         self.clock = RedisClock()
@@ -270,7 +270,7 @@ async def test_a_choice_that_is_done_early_stops_alone(streams: Streams, wire: W
         assert [mailbox.choice for mailbox in await anext(opened)] == [5]
         opened.end(5)
         assert wire.cancelled == ["r.1 1"]
-        opened.end(3)  # nobody wants anything of the second prompt any more
+        opened.end(3)  # no client reads the second prompt any more
         await asyncio.sleep(0)
         assert wire.cancelled == ["r.1 1", "r.1"]
     await asyncio.sleep(0)
@@ -518,7 +518,7 @@ async def test_only_a_submit_that_could_be_clears_what_a_submit_found(streams: S
 
 
 async def test_a_log_that_may_grow_again_is_503_and_one_that_ended_400(streams: Streams, wire: Wire) -> None:
-    """Redis has lost the log's end: its client has 5 tokens, and comes back."""
+    """Redis has lost the log's end: the client has 5 tokens, and resumes."""
     for finish, status, code in ((None, 503, "answer_incomplete"), (Finish("length"), 400, "invalid_event_id")):
         wire.logs["r.0"] = [LoggedOutput([1, 2, 3], finish)]
         with pytest.raises(Refusal) as caught:
@@ -663,7 +663,7 @@ async def test_who_has_no_log_any_more_is_told(streams: Streams, wire: Wire) -> 
 
 
 async def test_tokens_that_redis_has_lost_are_waited_for(streams: Streams, wire: Wire) -> None:
-    """The reader has heard how far its answer came; their engine sends again what the log lacks."""
+    """The reader knows the length of its answer; the engine resends the tokens that the log lacks."""
     async with streams.open(orders(), COST) as opened:
         wire.logs["r.0"] = [LoggedOutput([])]
         await put(wire, Delta("r.0", 3, [4], Finish("length")))
@@ -693,7 +693,7 @@ async def test_trouble_that_is_known_refuses_at_once_and_passes(streams: Streams
         async with streams.open(orders(), COST):
             pytest.fail("must not open")
     assert (caught.value.status, caught.value.retry_after_s) == (503, 2.0)
-    assert wire.asked == []  # nobody waits to hear what is known
+    assert wire.asked == []  # no reader waits for known tokens
     wire.down = False
     await settled(lambda: streams.trouble is None)
     async with streams.open(orders(), COST):

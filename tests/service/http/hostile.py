@@ -220,7 +220,7 @@ def chunked(body: bytes, size: int) -> bytes:
 
 
 def request(hostile: Hostile, host: str) -> bytes:
-    """The whole request as it goes over the wire, the connection closed after the answer."""
+    """Return the complete request as sent over the wire, with the connection closed after the answer."""
     headers = {
         "Host": host,
         "Content-Type": "application/json",

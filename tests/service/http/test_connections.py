@@ -275,7 +275,7 @@ def test_a_scan_counts_the_same_wherever_a_body_is_cut(value: Any, cuts: list[in
 async def test_more_silent_connections_than_the_soft_limit_of_files(
     redis_server: EmbeddedRedis, namespace: str, byte_level_dir: Path, port: int, tmp_path: Path
 ) -> None:
-    """The soft limit is raised at start, and said."""
+    """The soft limit is raised at start, and logged."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 4096:
         pytest.skip("the hard limit of open files is too low")

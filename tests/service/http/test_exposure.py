@@ -1,4 +1,4 @@
-"""What a gateway takes from anybody and what it tells anybody: content types, metrics, readiness."""
+"""Requests and information open to any client: content types, metrics, readiness."""
 
 from __future__ import annotations
 

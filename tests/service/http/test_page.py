@@ -227,7 +227,7 @@ def test_a_reload_goes_on_and_marks_the_pause(page: Browser, site: Site) -> None
 
 
 def test_a_lost_connection_is_resumed(page: Browser, site: Site) -> None:
-    """The first stream breaks off after some events; the answer goes on from there."""
+    """The first stream breaks off after some events; the answer resumes from there."""
     page.script(
         """
         const real = window.fetch;
@@ -479,7 +479,7 @@ def test_the_beams_of_a_search_are_a_tree(page: Browser) -> None:
 
 
 def test_a_search_that_is_stopped_stays_so(page: Browser, site: Site) -> None:
-    """Its answers come whole, so that no id is known to cancel; the page lets go of the connection."""
+    """Its answers are not streamed, so the page has no id to cancel and closes the connection."""
     page.button("Settings").click()
     page.one("[name=beam_width]").send_keys("2")
     site.engine.fake.step_s = 0.1

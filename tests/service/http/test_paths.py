@@ -1,4 +1,4 @@
-"""Where a gateway listens, and under which paths: a slash at the end, a proxy's prefix, a Unix socket."""
+"""Addresses and paths of a gateway: a slash at the end, a proxy's prefix, a Unix socket."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_a_slash_too_many_is_redirected(
         async with served.session.post("/v1/completions/", json=body, headers=key) as response:
             assert (response.status, str(response.url)) == (200, f"{served.url}/v1/completions")
         async with served.session.post("/v1/completions/", json=body) as response:
-            assert response.status == 401  # before anything is said about paths
+            assert response.status == 401  # before the log line about paths
         for path, status in (
             ("/v1/models/", 200),
             ("/health/", 200),

@@ -1,4 +1,4 @@
-"""POST /reset_prefix_cache over HTTP and a real Redis: who may, how many engines are told, and what is refused."""
+"""POST /reset_prefix_cache over HTTP and a real Redis: who may send it, how many engines get it, refusals."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ class Asker:
         self._keys = itertools.count()
 
     async def ask(self, case: Case, *, stream: bool, key: str = "", last: str = "") -> Answer:
-        """Send the request of a case.  `key`: its Idempotency-Key.  `last`: the id of the event to go on after."""
+        """Send the request of a case.  `key`: its Idempotency-Key.  `last`: id of the event after which to resume."""
         tokens = self._tokenizer._encode(case.answer, special=False)
 
         def script(generate: Generate, index: int) -> tuple[list[int], Finish | None]:
@@ -204,7 +204,7 @@ class Asker:
 class Found(NamedTuple):
     """What came of one case."""
 
-    turn_s: float  # CPU seconds of the longest turn of the gateway's loop, the least of TRIES
+    turn_s: float  # CPU seconds of the longest turn of the gateway's loop, the minimum of TRIES runs
     wrong: list[str]
 
 
@@ -252,7 +252,7 @@ class World:
         await asyncio.to_thread(self._gateway.__exit__)
 
     async def ask(self, case: Case, tries: int = TRIES) -> Found:
-        """Ask for a case in every way.  A turn of the gateway that is long is long each time: the least counts."""
+        """Ask for a case in every way.  A turn of the gateway that is long is long each time, so the minimum counts."""
         turns, wrong = list[float](), list[str]()
         for _ in range(tries):
             with self._gateway.measured() as turns_s:

@@ -48,7 +48,7 @@ def read(
 
 
 def says(name: str | ResponseTemplate, text: str, **options: Any) -> tuple[str, str, list[tuple[str, Any]]]:
-    """Return what an answer says, whole, one character at a time, and cut in two at every place."""
+    """Return the parse results of an answer: as one text, one character at a time, and split in two at every position."""
     template = TEMPLATES[name] if isinstance(name, str) else name
     whole = read(template, [text], **options)
     assert read(template, list(text), **options) == whole

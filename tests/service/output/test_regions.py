@@ -508,7 +508,7 @@ def test_a_member_beside_a_calls_arguments_is_content_however_the_text_is_cut(
 def test_a_call_with_further_members_stays_a_call_and_they_are_content(
     text: str, content: str | None, calls: Calls
 ) -> None:
-    """Members beside no arguments may be the arguments, so such a call is content."""
+    """Without arguments, other members may be the arguments, so such a call is content."""
     text = f"<tool_call>{text}</tool_call>"
     found = read("hermes", list(text))
     assert (found.content, [(name, json.loads(given)) for name, given in found.calls]) == (content or text, calls)

@@ -182,7 +182,7 @@ async def test_it_holds_on_all_endpoints_and_for_demanded_calls(
 async def test_without_reasoning_it_begins_with_the_first_token(
     serve: Serve, engine: EngineMaker, thinker: Tokenizer, tools_tokenizer: Tokenizer, folder: Path
 ) -> None:
-    """Where the prompt closes the reasoning, or does not open it."""
+    """If the prompt closes the reasoning, or does not open it."""
     reading = partial(Reading, calls=False)
     model = Model(thinker.chat.responses, lambda: None, thinker.vocabulary.grammar_tokens)
     asked = Constraint("response_format", "json", SCHEMA)

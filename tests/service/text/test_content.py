@@ -70,7 +70,7 @@ def answer_of(pieces: list[ChoiceDelta]) -> tuple[str, str, str | None, str | in
         ("Question:", "The Question: what?\n</think>\n\nFinal. Question: no", ("Final. ", "stop", "Question:")),
         ("name", f"a\n</think>\n\nLook.{CALL}", ("Look.", "tool_calls", None)),
         ("think", "a\n</think>\n\nI think.", ("I ", "stop", "think")),
-        # White space beside a marker is not the answer's; white space of the answer ends it at once.
+        # White space next to a marker is dropped; white space of the content ends it at once.
         ("\n\n", "a\n\nb\n</think>\n\nFinal.\n\nMore", ("Final.", "stop", "\n\n")),
         ("\n\n", "a\n</think>\n\nFinal.\n\n\n\n", ("Final.", "stop", "\n\n")),
         # No match is put together from both sides of a call.

@@ -100,7 +100,7 @@ def test_tokens_and_text_are_those_of_sentencepiece(made: Made, text: str) -> No
     ids = made.tokenizer._encode(text, special=False)
     assert ids == made.library.encode(text)
     assert made.tokenizer.text_of(ids, skip_special=False) == made.library.decode(ids)
-    # The blank before the first word stays: an answer continues its prompt.
+    # The space before the first word stays, since an answer continues its prompt.
     assert streamed(made.tokenizer, ids) in (made.library.decode(ids), " " + made.library.decode(ids))
 
 

@@ -16,7 +16,7 @@
     python -m tests.system.chaos adapter-cycles [--cycles 1000]             LoRA adapters come and go under traffic
     python -m tests.system.chaos rolling [--streams 200] [--tokens 4000]    every process replaced: see rolling.py
 
-Exit status 1 when a token was lost, repeated or wrong, a request failed or a stream did not go on.
+Exit status 1 when a token was lost, repeated or wrong, a request failed or a stream did not continue.
 """
 
 from __future__ import annotations

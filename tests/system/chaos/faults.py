@@ -17,7 +17,7 @@ from tests.system.chaos.world import Machine, World, until
 
 LEASE_MS = paced_ms(1000)  # leases of the engines here
 FROZEN_S = (1.2 * LEASE_MS / 1000, 2.5 * LEASE_MS / 1000)  # longer than a lease
-GATEWAY_DEAD_S = 5.5  # a gateway not heard of for 5 s is taken for dead
+GATEWAY_DEAD_S = 5.5  # a gateway without a heartbeat for 5 s is considered dead
 AWAY_S = (0.2, 2.5)  # how long Redis or a network is away; a gateway's patience is 2 s
 DELAY_S = (0.02, 0.3)  # of each block on a slow network
 DEMOTED_S = (3.0, 3.5)  # longer than a gateway's patience

@@ -60,7 +60,7 @@ NO_LOGPROBS = frozenset({"logprobs", "top_logprobs"})  # which the scripted engi
 RETAIN_S = 15
 SLACK_MIB = {"gateway": 48, "engine": 32, "redis": 8}  # more than this is a leak
 WARM_UP = 300  # requests, after which memory is at its level
-BACK_S = 90.0  # for memory to come back to it
+BACK_S = 90.0  # seconds until memory returns to it
 IDS = 200  # event ids kept, to come back to
 
 

@@ -12,7 +12,7 @@ from tests.system.chaos.mutations import Request
 FINAL = ("response.completed", "response.incomplete", "response.failed", "response.cancelled", "error")
 # Fields that a refusal may name although the body lacks them: they are required, or stand for a default.
 REQUIRED = {"prompt", "messages", "input", "tokens", "query", "items", "label_token_ids", "max_tokens", "model"}
-# "body" stands for the whole; the others are headers.
+# "body" is the complete body; the others are headers.
 BESIDE = {"body", "last-event-id", "idempotency-key", "x-request-timeout", "x-max-queue-wait", "content-type"}
 
 

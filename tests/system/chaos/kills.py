@@ -106,7 +106,7 @@ def asks(count: int, seed: int) -> list[Ask]:
 
 
 class Stream:
-    """One stream, and what it has said so far."""
+    """One stream, and its text so far."""
 
     def __init__(self, ask: Ask) -> None:
         self.ask = ask
@@ -156,7 +156,7 @@ class Stream:
 
 
 def sound(ask: Ask, answer: Answer) -> bool:
-    """Return whether an undisturbed answer is worth comparing: whole, and of its schema."""
+    """Return whether an undisturbed answer can be compared: it is complete, and fits its schema."""
     if len(answer["choices"]) != ask.body.get("n", 1) or not answer["usage"]:
         return False
     for choice in answer["choices"]:

@@ -207,14 +207,14 @@ SCORING: list[dict[str, Json]] = [{"apply_softmax": False}, {"item_first": True}
 
 
 class Mutator:
-    """Makes requests; knows ids of answers that were begun, to come back to them."""
+    """Makes requests; stores ids of answers that were begun, to resume them."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self.ids: list[str] = []  # of answers, events and responses seen lately
 
     def request(self, number: int) -> Request:
-        """Nearly a function of seed and number: ids to come back to depend on what was answered before."""
+        """Nearly a function of seed and number: ids to resume depend on earlier answers."""
         dice = random.Random(f"{self._seed}/{number}")
         if dice.random() < 0.12:
             return self._comeback(dice)

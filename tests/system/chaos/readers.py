@@ -1,4 +1,4 @@
-"""Clients that know what they must be told: every token of an answer is checked as it comes."""
+"""Clients that know the expected tokens: every token of an answer is checked when it arrives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import aiohttp
 from quire.service.api.position import Position
 from tests.pace import patience
 
-PATIENCE_S = 90.0  # a client that is refused, or finds nobody, gives up after this
+PATIENCE_S = 90.0  # seconds after which a client that is refused or cannot connect gives up
 PAUSE_S = 0.05  # between two tries where the server does not say how long to wait
 
 
@@ -29,7 +29,7 @@ class Request:
 
 @dataclass
 class Doors:
-    """Where clients may knock: the gateways themselves, and the same through a bad network."""
+    """Addresses for clients: the gateways themselves, and the same through a faulty proxy."""
 
     near: list[str]
     far: list[str]
@@ -68,7 +68,7 @@ class Reader:
     """One client and its one answer."""
 
     def __init__(self, request: Request, doors: Doors, name: str, door: int, *, resumable: bool) -> None:
-        """`door`: where it knocks first.  `resumable`: it comes in through a bad network, and comes back where it was
+        """`door`: where it knocks first.  `resumable`: it connects through a faulty proxy, and resumes where it was
         cut off."""
         self.request, self.resumable = request, resumable
         self._doors, self._urls = doors, doors.far if resumable else doors.near
@@ -109,7 +109,7 @@ class Reader:
             before, kills = self.events, self._doors.gateway_kills
             try:
                 wait_s = await self._try(session)
-            except aiohttp.ClientConnectorError:  # nobody there: nothing was asked
+            except aiohttp.ClientConnectorError:  # no connection: no request was sent
                 wait_s = PAUSE_S
             except (aiohttp.ClientError, ConnectionError) as error:
                 if not self.resumable:
@@ -222,4 +222,4 @@ class Lost(Exception):
 
 
 class Broken(Exception):
-    """What a server told a client and should not have."""
+    """A wrong answer of a server."""

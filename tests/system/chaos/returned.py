@@ -1,4 +1,4 @@
-"""Answers that come back: whatever a model writes, the answer that Quire makes of it is a history that Quire takes.
+"""Answers sent back as history: any text of a model becomes an answer that Quire accepts as history.
 
     python -m tests.system.chaos returned [--answers 20000] [--seed 1] [--first 0]
 

@@ -3,7 +3,7 @@
     python -m tests.system.chaos rolling [--streams 200] [--tokens 4000] [--step-ms 20] [--seed 1] [--result NAME]
 
 Redis, two scripted engines and two gateways as processes.  Streams of --tokens tokens are live all the time: each
-client asks again when it was answered.  One in four is plain and cannot come back; the others come back with their
+client asks again when it was answered.  One in four is plain and cannot resume; the others resume with their
 Last-Event-ID.
 
     engine    the new one starts and is ready; the old one gets SIGTERM, hands its requests over and exits
@@ -75,7 +75,7 @@ class Update:
 
 @dataclass
 class Rollout:
-    """What a run was told."""
+    """Parameters of a run."""
 
     updates: list[Update] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)

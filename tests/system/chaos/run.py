@@ -25,7 +25,7 @@ from tests.system.chaos.world import LIMIT_S, World, until, world
 from tests.system.processes import at_rest, fleet_until
 
 Model = Literal["scripted", "tiny"]
-# Seats and blocks for all streams on any one engine: a preemption would be no fault of ours.
+# Slots and blocks for all streams on any one engine, so that no stream is preempted.
 OPTIONS = {
     "scripted": ["--executor=scripted", "--max-model-len=4096", "--max-seqs=255", "--kv-blocks=20000"],
     "tiny": ["--dtype=float32", "--threads=1", "--max-seqs=255", "--kv-blocks=6000"],
@@ -166,7 +166,7 @@ class Load:
         self._tasks = [asyncio.create_task(self._client()) for _ in range(streams)]
 
     async def finish(self) -> None:
-        """Everybody reads to the end of what is under way."""
+        """All clients read their current answers to the end."""
         self._ending = True
         await asyncio.gather(*self._tasks)
 

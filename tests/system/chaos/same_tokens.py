@@ -34,13 +34,13 @@ from tests.pace import patience
 from tests.system.processes import sse_events, until
 
 PROMPT, OUTPUT = (4, 60), (16, 96)  # tokens, least and most
-# Room for all open requests: a preemption would be no fault of a kill.  A test of determinism has preemptions.
+# Blocks for all open requests, so that no kill is mistaken for a preemption.  A test of determinism has preemptions.
 FLAGS = ["--deterministic", "--dtype=float32", "--threads=1", "--max-seqs=64", "--kv-blocks=1500", "--late-wait-s=1000"]
 
 
 @dataclass
 class Answers:
-    """What one run was told."""
+    """Parameters of one run."""
 
     batch: int
     kills: int = 0

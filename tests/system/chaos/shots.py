@@ -132,7 +132,7 @@ class Shot:
 
 
 class Shooter:
-    """Makes shots; knows ids of answers that were begun, to come back to them."""
+    """Makes shots; stores ids of answers that were begun, to resume them."""
 
     def __init__(self, seed: int, avoid: frozenset[str] = frozenset()) -> None:
         """`avoid`: fields of bodies that are never set."""
@@ -141,7 +141,7 @@ class Shooter:
         self._extra = extra_bodies()
 
     def shot(self, number: int) -> Shot:
-        """Nearly a function of seed and number: ids to come back to depend on what was answered before."""
+        """Nearly a function of seed and number: ids to resume depend on earlier answers."""
         dice = random.Random(f"{self._seed}/{number}")
         kind = dice.random()
         if kind < 0.03:

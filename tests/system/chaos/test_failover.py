@@ -1,5 +1,5 @@
-"""A failover under a running server, on every Redis and Valkey of the machine: streams go on, new requests are
-answered, and engine and gateways are the same processes as before."""
+"""A failover under a running server, on every Redis and Valkey of the machine: streams continue, new requests
+are answered, and engine and gateways are the same processes as before."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_streams_and_processes_outlive_failovers(
             machine = stage.machines[0]
             return {*machine.children("quire.engine"), *machine.children("quire.service.app")}
 
-        # Clients that were refused during the last fault come back when they were told to.
+        # Clients that were refused during the last fault retry after their Retry-After.
         assert await until(lambda: sum(reader.live for reader in load.readers) == STREAMS)
         before = children()
         found = await one_round(stage, load, faults)

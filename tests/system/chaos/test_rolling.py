@@ -14,7 +14,7 @@ from tests.system.chaos.rolling import DRAIN_S, EXIT_S, Rollout, Update, rolling
 @pytest.mark.usefixtures("warm_processes")
 @pytest.mark.timeout(400)
 async def test_every_process_is_replaced_in_time_and_no_other_stream_fails(tmp_path: Path) -> None:
-    # Without a grace period every open resumable stream has to come back.  Answers take 6 s.  A plain stream that is
+    # Without a grace period every open resumable stream must be resumed.  Answers take 6 s.  A plain stream that is
     # longer than the drain is cut off when its gateway exits.
     drain_s = paced(2.0)
     found = await rolling(tmp_path, streams=12, tokens=600, step_ms=10.0, seed=2, grace_s=0.0, drain_s=drain_s)
