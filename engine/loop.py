@@ -34,11 +34,12 @@ from quire.engine.core.state_pool import StatePool
 from quire.engine.core.window_reservations import max_sequences
 from quire.engine.executor.base import Executor, StepError
 from quire.engine.grammar_gate import GrammarGate
+from quire.engine.intake import Intake
 from quire.engine.observers.accounting_checks import AccountingChecks
 from quire.engine.observers.canary import Canary
 from quire.engine.observers.load_report import LoadReport
 from quire.engine.observers.turn_record import Observer, TurnRecord
-from quire.engine.orders import Inbox, Outbox, Report, Resume, Returned, StepCosts, apply_order, request_of
+from quire.engine.orders import Inbox, Outbox, Report, Resume, Returned, StepCosts, request_of
 from quire.engine.wire.clock import steady_ms
 from quire.engine.wire.messages import Abort
 
@@ -132,6 +133,7 @@ class Engine:
         self._adapters = AdapterGate(inbox, executor.adapter_store, clock, returns=outbox.returns)
         self._inbox = GrammarGate(self._adapters, executor.grammar_store, clock, max_held_mib=held_mib)
         self._outbox = outbox
+        self._intake = Intake(self.core)
         self._clock = clock
         self._load = LoadReport(config.engine_id, executor.info)
         self._in_flight = 0  # steps submitted and not collected
@@ -159,12 +161,12 @@ class Engine:
         self._observe(record)
 
     def _accept(self, wait_s: float) -> TurnRecord:
-        """Pass the new orders to the scheduler."""
-        orders = self._inbox.drain(wait_s)
+        """Pass new orders to the scheduler, as many as one turn takes."""
+        arrived = self._inbox.drain(0.0 if self._intake else wait_s)
         self.core.claims.queued = self._inbox.queued
         now = time.monotonic()
+        orders = self._intake.apply(arrived)
         for order in orders:
-            apply_order(self.core, order)
             if request_of(order) is not None:
                 self._accepted += 1
             elif isinstance(order, Abort) and order.reassigned:
@@ -247,7 +249,8 @@ class Engine:
         record.outputs.returned = {one.request.id: one.why for one in record.orders if isinstance(one, Returned)}
         for gate in gates:
             gate.ended(record.outputs.finished)
-        record.last_step, record.last_committed, record.idle = core.step, core.committed, core.idle
+        record.last_step, record.last_committed = core.step, core.committed
+        record.idle = core.idle and not self._intake
         record.step_costs = core.running, core.step_cost.exact_decode_s(core.running), core.step_cost.token_s
         costs = StepCosts(core.step_cost.token_s, core.step_cost.decode_s(core.running), *self._adapters.loads)
         counts = self._accepted, self._dropped
@@ -292,5 +295,5 @@ class Engine:
     def _may_leave(self) -> bool:
         now = time.monotonic()
         self._leave_at = min(self._leave_at, now + self.config.grace_s)
-        answered = self.core.idle and not self._waiting
+        answered = self.core.idle and not self._waiting and not self._intake
         return answered or self._inbox.relieved or now >= self._leave_at

@@ -14,7 +14,6 @@ from typing import Protocol
 import msgspec
 
 from quire.engine.core.limits import Outputs
-from quire.engine.core.scheduler import Scheduler
 from quire.engine.wire.clock import RedisClock
 from quire.engine.wire.messages import Abort, Delta, EngineLoad, Generate
 from quire.engine.wire.records import ANY_TOKENS
@@ -117,24 +116,6 @@ class LocalBox:
         for deltas in outputs.deltas.values():
             for delta in deltas:
                 self._on_delta(delta)
-
-
-def apply_order(core: Scheduler, order: Order) -> None:
-    """Pass one order to the scheduler."""
-    if isinstance(order, Generate):
-        core.accept(order)
-    elif isinstance(order, Resume):
-        core.accept(order.request, order.outputs)
-    elif isinstance(order, Refused):
-        core.accept(order.request, order.outputs, fault=order.why)
-    elif isinstance(order, ResetPrefixCache):
-        core.reset_prefix_cache()
-    elif isinstance(order, Returned):
-        pass  # the request has not reached the scheduler
-    elif order.reassigned:
-        core.drop(order.id)
-    else:
-        core.abort(order.id, order.index)
 
 
 def request_of(order: Order) -> Generate | None:

@@ -28,7 +28,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from heapq import heappop, heappush
-from itertools import chain
+from itertools import chain, islice
 
 from quire.engine.core.policy.eviction import FairEviction
 
@@ -231,12 +231,13 @@ class BlockPool:
                 del self._idle[block]
                 self._discard(block)
 
-    def forget_all(self) -> None:
-        """Empty the prefix cache.  O(cached blocks).
+    def forget_all(self, most: int | None = None) -> bool:
+        """Empty the prefix cache, or remove at most `most` blocks.  Returns whether it is empty.  O(removed blocks).
 
         Idle blocks are freed least recently used first, whatever the order in which a step sealed them."""
-        self.forget(list(self._idle))
-        self.forget(list(self._index.values()))
+        self.forget(idle := list(islice(self._idle, most)))
+        self.forget(list(islice(self._index.values(), None if most is None else most - len(idle))))
+        return not self._index
 
     def check(self, tables: Iterable[Sequence[int]], blocks: range | None = None) -> None:
         """Compare the given blocks (None: all), and all sums, with the live block tables.

@@ -37,6 +37,9 @@ from quire.engine.core.sequence import Sequence, State
 from quire.engine.core.swapping import Swapping
 from quire.engine.core.waiting_queue import WaitingQueue
 
+# Blocks of prompts that one plan looks up in the prefix cache, about 13 ms; a prompt that is longer is looked up alone.
+MAX_SEARCHED = 8_192
+
 
 class PlanBuilder:
     """Moves sequences between queue and batch, gives them blocks, and collects the edits of one plan at a time."""
@@ -246,11 +249,18 @@ class PlanBuilder:
                 self._advance(seq)
 
     def start_waiting(self) -> None:
-        """Start waiting sequences in queue order, until the first one that cannot start."""
+        """Start waiting sequences in queue order, until the first one that cannot start.
+
+        Cached prefixes take no budget, so the search for them has a bound of its own: the next plan continues."""
+        searched = 0
         while self._budget > 0 and self._waiting and not self._batch.paused and not self._awaits_slot:
             head = self._isolation.first(self._adapters.startable(self._waiting))
             if head is None or head.sampled_in > self._batch.committed:  # a step in flight still samples its last token
                 return
+            blocks = head.known // self._pool.block_size
+            if searched and searched + blocks > MAX_SEARCHED:
+                return
+            searched += blocks
             if self._batch.slots.free < 1 + len(head.siblings) or not self._admission.may_start(head):
                 return
             self._start(head)

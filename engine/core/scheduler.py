@@ -178,13 +178,16 @@ class Scheduler:
         for seq in self.requests.unfinished(request_id):
             self._end(seq, None)
 
-    def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache: no sequence that starts from now on finds a block that was sealed before.
+    def reset_prefix_cache(self, most: int | None = None) -> bool:
+        """Empty the prefix cache, or remove at most `most` blocks from it.  Returns whether it is empty.
 
-        Running sequences keep their blocks, and still seal the blocks that they fill from now on.  O(cached blocks)."""
-        self.pool.forget_all()
+        If it is, no sequence that starts from now on finds a block that was sealed before.  Running sequences keep
+        their blocks, and still seal the blocks that they fill from now on.  O(removed blocks)."""
+        if not self.pool.forget_all(most):
+            return False
         self.builder.layers.forget_all()
         self.builder.checkpoints.forget_all()
+        return True
 
     def step_failed(self) -> tuple[int, str | None]:
         """Requeue every running sequence: the executor has dropped the steps in flight and freed all slots.
