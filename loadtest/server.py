@@ -1,9 +1,10 @@
-"""Start a server for one measurement: Quire, or vLLM from another environment, on a free port."""
+"""Start a server for one measurement: Quire, vLLM from another environment, or llama.cpp, on a free port."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -84,6 +85,16 @@ def serve_vllm(python: str, model: str, kv_tokens: int, *flags: str) -> Iterator
     # By default it searches for its model on the hub, and reserves the pool's memory before it reads the pool's size.
     given = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2"}
     with _serving(command, " ".join(["vllm serve", *words]), "/health", READY_S, given) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def serve_llama_cpp(program: Path, gguf: Path, slots: int, context: int, threads: int) -> Iterator[Server]:
+    """Start llama.cpp's server with `slots` slots of `context` tokens and `threads` threads.  Raises ServerError."""
+    sizes = ["--parallel", slots, "--ctx-size", slots * context, "--threads", threads, "--threads-batch", threads]
+    words = ["--model", gguf, *sizes]
+    command = [str(word) for word in (program, *words, "--no-webui", "--host", "127.0.0.1", "--alias", MODEL_NAME)]
+    with _serving(command, shlex.join(["llama-server", *map(str, words)]), "/health", READY_S) as server:
         yield server
 
 

@@ -28,6 +28,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     "fairness": (f"{PACKAGE}.fairness", "compare a quiet tenant's latency with and without a loud tenant"),
     "long-prompt": (f"{PACKAGE}.long_prompt", "time decode steps while a prompt of 32,768 tokens is computed"),
     "overhead": (f"{PACKAGE}.overhead", "compare a served model with the same engine offline"),
+    "local-tools": (f"{PACKAGE}.local_tools", "compare with llama.cpp's server: the same chats, the same cores"),
     "gateway": (f"{PACKAGE}.gateway", "stream scripted tokens: tokens/s and CPU time per token of one gateway"),
     "slow-readers": (f"{PACKAGE}.slow_readers", "measure what clients that read one byte per second cost a gateway"),
     "roofline": ("quire.loadtest.roofline", "compute the minimum time of a step of a model shape on given hardware"),

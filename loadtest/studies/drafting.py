@@ -8,6 +8,8 @@ characters (fewer in loads of more than 64 streams):
 
     rewrite   the part, a request to repeat it, and its first words: greedy
     quote     the part, a question, and the first words of a sentence of it: greedy
+    agent     the part as the result of a tool, and a call of another tool that quotes its first words: greedy
+    rag       the part as three passages, a question about the second one, and an answer that quotes it: greedy
     prose     the part alone, temperature 1: nothing to repeat
     ramp      prose with short prompts: requests join until `--ramp` of them run, then they end one after the other
 
@@ -53,6 +55,13 @@ from quire.loadtest import machine
 
 T = TypeVar("T")
 
+
+def thirds(part: str) -> list[str]:
+    """Divide a text into three passages."""
+    size = len(part) // 3
+    return [part[at * size :][:size] for at in range(3)]
+
+
 RAMP_PART = 200  # characters of each prompt of a ramp
 FULL_PARTS = 64  # maximum number of streams with parts of `--part` characters
 SPARE = 4  # maximum length of an answer as a multiple of `--new`, so that no stream ends during the measurement
@@ -60,6 +69,17 @@ JOINS = 8  # requests of a ramp that join in each step
 KV_GIB = 4.0  # GiB of KV cache per engine
 TEXTS: dict[str, tuple[Callable[[str], str], float]] = {  # (prompt from a part of FILE, temperature)
     "rewrite": (lambda part: f"{part}\n\nThe same text once more, unchanged:\n\n{part[:60]}", 0.0),
+    "agent": (
+        lambda part: f'read_file -> {{"text": "{part}"}}\n\nwrite_file <- {{"text": "{part[:60]}',
+        0.0,
+    ),
+    "rag": (
+        lambda part: (
+            "\n\n".join(f"[{at + 1}] {passage}" for at, passage in enumerate(thirds(part)))
+            + f'\n\nQuestion: what does passage 2 say?\nAnswer: passage 2 says: "{thirds(part)[1][:60]}'
+        ),
+        0.0,
+    ),
     "quote": (lambda part: f"{part}\n\nQuestion: what does the text say? It says:\n{part[100:150]}", 0.0),
     "prose": (lambda part: part, 1.0),
     "ramp": (lambda part: part[:RAMP_PART], 1.0),
