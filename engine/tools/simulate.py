@@ -277,18 +277,27 @@ def line(mode: str, seed: int, report: Report) -> str:
     )
 
 
-def measured(lines: Sequence[RequestLine]) -> str:
-    """Format a request log's own measurements as a line of the table below HEADER; ITL is not in the log.
+def counted(lines: Sequence[RequestLine]) -> list[RequestLine]:
+    """Return the lines of requests with output or cancelled by their client: those that a simulation counts."""
+    return [line for line in lines if line.output_len or line.outcome in ("cancelled", "deadline")]
 
-    As in a simulation, only requests with output count; requests that the client cancelled are not on time."""
-    ran = [line for line in lines if line.output_len or line.outcome in ("cancelled", "deadline")]
+
+def share_on_time(lines: Sequence[RequestLine]) -> float:
+    """Return the fraction of the counted requests of a log that were on time; cancelled ones were not."""
+    ran = counted(lines)
     whole = [line for line in ran if line.outcome in ("stop", "length") and line.ttft_s is not None]
     good = sum(on_time(line.ttft_s or 0.0, line.e2e_s - (line.ttft_s or 0.0), line.output_len) for line in whole)
+    return good / max(1, len(ran))
+
+
+def measured(lines: Sequence[RequestLine]) -> str:
+    """Format a request log's own measurements as a line of the table below HEADER; ITL is not in the log."""
+    ran = counted(lines)
     ttft = percentiles([line.ttft_s for line in ran if line.ttft_s is not None])
     return (
         f"{'measured':<10} {'':>5} {len(ran):>5} {sum(line.preemptions for line in ran):>7} "
         f"{sum(line.pauses for line in ran):>6} {'':>10} {'':>6} {'':>6} {'':>6} {'':>8} "
-        f"{ttft[0]:>7.2f} /{ttft[2]:>6.2f} {'':>8}  {'':>5}  {'':>5} {good / max(1, len(ran)):>8.3f}"
+        f"{ttft[0]:>7.2f} /{ttft[2]:>6.2f} {'':>8}  {'':>5}  {'':>5} {share_on_time(lines):>8.3f}"
     )
 
 

@@ -1,6 +1,6 @@
 """A quiet tenant's time to first token while a loud tenant fills the pool, compared with the quiet tenant alone.
 
-    python -m quire.loadtest.studies fairness DIR [--seeds 1,2,3]
+    python -m quire.loadtest.studies fairness DIR [--seeds 1,2,3] [--gateways 2 --engines 2 --rate 44]
 
 Each seed gives one set of arrivals, which is replayed twice on a new server: all of them, and the quiet tenant's alone.
 The loud tenant sends more than the server can serve in time, so both lanes of the gateway are in use: on-time requests,
@@ -12,15 +12,23 @@ DIR holds a model's tokenizer and config; the 42M model is made there if it hold
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import hashlib
 import statistics
+import subprocess
+import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire.gateway_side import GatewaySide
 from quire.loadtest import machine, replay
 from quire.loadtest.checkpoint import prepare
-from quire.loadtest.server import MODEL_NAME, serve
+from quire.loadtest.server import MODEL_NAME, READY_S, serve
 from quire.loadtest.stats import Record, spread
 
 TENANTS = ("loud", "quiet")
@@ -42,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drain", type=float, default=90.0, help="seconds to wait for the last answers; default 90")
     parser.add_argument("--step-ms", type=float, default=30.0, help="milliseconds of an engine step; default 30")
     parser.add_argument("--kv-blocks", type=int, default=512, help="pool in blocks of 16 tokens; default 512")
+    parser.add_argument("--engines", type=int, default=1, help="engines; --kv-blocks is of each; default 1")
+    parser.add_argument("--gateways", type=int, default=1, help="gateway processes; default 1")
+    parser.add_argument("--name", type=machine.result_name, default="fairness", help="name of the result file")
     parser.add_argument("--server", default="", help="further options of `quire serve`, in one string")
 
 
@@ -59,13 +70,41 @@ def of_tenant(records: list[Record], tenant: str) -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def further_engines(args: argparse.Namespace, redis_url: str, flags: list[str]) -> Iterator[None]:
+    """Run --engines - 1 engines beside the one of `quire serve`, on the same Redis."""
+    command = [sys.executable, "-m", "quire.service.cli", "engine", str(args.model), "--served-name", MODEL_NAME]
+    command += [*flags, "--redis-url", redis_url, "--metrics-port", "0"]
+    with contextlib.ExitStack() as stack:
+        engines = [
+            stack.enter_context(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            for _ in range(args.engines - 1)
+        ]
+        for engine in engines:
+            stack.callback(engine.terminate)
+        yield
+
+
+async def wait_for_engines(redis_url: str, count: int) -> None:
+    """Return when `count` engines have reported to Redis.  Raises SystemExit after READY_S seconds."""
+    bus = GatewaySide(redis_url, "observer")
+    end = time.monotonic() + READY_S
+    try:
+        while len((await bus.fleet()).engines) < count:
+            if time.monotonic() > end:
+                raise SystemExit(f"fewer than {count} engines have reported after {READY_S:g} s")
+            await asyncio.sleep(0.1)
+    finally:
+        await bus.close()
+
+
 def run(args: argparse.Namespace, seed: int, only: str) -> dict[str, Any]:
     """Replay one seed on a new server; return the measurements of each tenant that sends requests, and of the engine.
 
     `only`: a tenant whose requests are sent alone; "" for all."""
     vocab, eos = prepare(args.model)
     flags = ["--executor", "scripted", "--scripted-step-ms", f"{args.step_ms:g}", "--kv-blocks", str(args.kv_blocks)]
-    flags += ["--max-seqs", "256", "--max-model-len", "2048", "--no-spare", *args.server.split()]
+    flags += ["--max-seqs", "256", "--max-model-len", "2048", *args.server.split()]
     words = ["--context", "2048", "--vocab-size", str(vocab), "--eos-id", str(eos), "--retry", "obey"]
     for name in ("scale", "rate", "seconds", "drain", "ask-tokens"):
         words += [f"--{name}", f"{getattr(args, name.replace('-', '_')):g}"]
@@ -79,7 +118,13 @@ def run(args: argparse.Namespace, seed: int, only: str) -> dict[str, Any]:
         )
         path = Path(directory) / "tenants.toml"
         path.write_text("".join(tables), encoding="utf-8")
-        with serve(str(args.model), *flags, "--tenants", str(path)) as server:
+        own = ["--no-spare", "--tenants", str(path), "--gateways", str(args.gateways)]
+        with (
+            EmbeddedRedis() as redis,
+            further_engines(args, redis.url, flags),
+            serve(str(args.model), *flags, *own, "--redis-url", redis.url) as server,
+        ):
+            asyncio.run(wait_for_engines(redis.url, args.engines))
             result, records = replay.run([server.url, "--model", MODEL_NAME, *words], keys, "")
     names = [only] if only else list(TENANTS)
     return {name: of_tenant(records, name) for name in names} | {"server": result["figures"]["server"]}
@@ -105,6 +150,6 @@ def main(args: argparse.Namespace, command: str) -> int:
     ratios = [each["ttft_p99_ratio"] for each in figures.values()]
     figures["median_ratio"] = statistics.median(ratios)
     print(f"median {figures['median_ratio']} times that alone (target {GOAL})", flush=True)
-    path = machine.write("fairness", command.replace(str(args.model), "DIR"), figures)
+    path = machine.write(args.name, command.replace(str(args.model), "DIR"), figures)
     print(f"written to {path.relative_to(machine.ROOT)}")
     return 0

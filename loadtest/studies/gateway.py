@@ -1,12 +1,13 @@
 """Tokens per second that one gateway process streams, and its CPU time per token.
 
     python -m quire.loadtest.studies gateway MODEL_DIRECTORY [--streams 256] [--tokens 400] [--step-ms 5]
-                                             [--compare CHECKOUT] [--chat] [--tools]
+                                             [--compare CHECKOUT] [--chat] [--tools] [--name NAME]
 
 Starts `quire serve` with the scripted executor, which computes nothing.  Everything else is real: the engine's step
 loop, Redis, one gateway, and this client, which reads every stream.  At `--step-ms 5` the engine generates 200 tokens/s
 per stream, 51,200 for all 256.  A gateway that falls behind merges tokens into larger events, so events are
-counted too.  CPU time is that of the gateway process, so other work on the machine hardly changes it.
+counted too.  `streams_at_once` is the maximum number of streams between their first and last token.  CPU time is that
+of the gateway process, so other work on the machine hardly changes it.
 
 `--compare CHECKOUT` measures another checkout of this project in turn with this one (`git worktree add CHECKOUT
 COMMIT`).  Each is measured `--rounds` times, and medians are reported: the cost of a change.
@@ -19,6 +20,8 @@ import asyncio
 import json
 import statistics
 import time
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,12 @@ def request_of(tokens: int, *, chat: bool, tools: bool) -> bytes:
     return encode_request(body | asked, "/v1/chat/completions")
 
 
+def streaming_at_once(spans: Sequence[tuple[float, float]]) -> int:
+    """Return the maximum number of spans (first and last token) that overlap."""
+    changes = sorted([(first, 1) for first, _ in spans] + [(last, -1) for _, last in spans])
+    return max(accumulate(change for _, change in changes))
+
+
 async def measure(
     port: int, streams: int, tokens: int, gateway: psutil.Process, *, chat: bool = False, tools: bool = False
 ) -> dict[str, Any]:
@@ -51,6 +60,7 @@ async def measure(
     cpu = after.user + after.system - before.user - before.system
     return {
         "streams": streams,
+        "streams_at_once": streaming_at_once([(stream.times[0], stream.times[-1]) for stream in read]),
         "tokens": streams * tokens,
         "events": sum(stream.events for stream in read),
         "itl_p50_ms": round(statistics.median(gap for stream in read for gap in stream.gaps_s) * 1e3, 2),
@@ -65,6 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", type=int, default=256, help="answers that are streamed at once; default 256")
     parser.add_argument("--tokens", type=int, default=400, help="tokens of each answer; default 400")
     parser.add_argument("--step-ms", type=float, default=5.0, help="milliseconds of an engine step; default 5")
+    parser.add_argument("--step-tokens", type=int, help="most tokens of an engine step; default: the engine's")
+    parser.add_argument("--name", type=machine.result_name, default="gateway", help="name of the result file")
     parser.add_argument(
         "--compare", "--beside", type=Path, help="checkout of another version to measure in turn with this one"
     )
@@ -78,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace, command: str) -> int:
     flags = ["--executor", "scripted", "--scripted-step-ms", str(args.step_ms)]
     flags += ["--max-seqs", str(args.streams), "--kv-blocks", "100000"]
+    flags += ["--step-tokens", str(args.step_tokens)] if args.step_tokens else []
 
     def run(checkout: Path | None) -> dict[str, Any]:
         with serve(args.model, *flags, checkout=checkout) as server:
@@ -95,7 +108,7 @@ def main(args: argparse.Namespace, command: str) -> int:
     result = median(here)
     if other:
         result["beside"] = median(other)  # the name that earlier results use
-    path = machine.write("gateway", command.replace(args.model, "MODEL"), result)
+    path = machine.write(args.name, command.replace(args.model, "MODEL"), result)
     print(json.dumps(result, indent=1))
     print(f"written to {path.relative_to(machine.ROOT)}")
     return 0
