@@ -244,11 +244,21 @@ class BusThread:
         """Run one sync: send the outputs, claim requests that fit, and pass the reply to the loop."""
         deltas, finished, returned, count = self._gather()
         load, free_tokens, free_requests, claim_tokens = self._room(report)
+        by_preemption = max(0, report.preempt_claim_tokens - self._taken_tokens())
         batches = [(gateway, TokenBatch(self._config.engine_id, group)) for gateway, group in deltas.items()]
         began = time.monotonic()
         prefixes = self._prefix_report(report)
-        room = free_tokens, free_requests
-        reply = await bus.sync(batches, finished, load, *room, prefixes, claim_tokens, returned)
+        reply = await bus.sync(
+            batches,
+            finished,
+            load,
+            free_tokens,
+            free_requests,
+            prefixes,
+            claim_tokens,
+            returned,
+            preempt_claim_tokens=by_preemption,
+        )
         self._telemetry.synced(time.monotonic() - began, bus.queue_share, len(reply.resumed))
         self._telemetry.claimed(reply.claim(request.id).reason for request in reply.generates)
         self._retry_s = reply.retry_ms / 1000 if reply.retry_ms else None
@@ -282,13 +292,16 @@ class BusThread:
             deltas = {gateway: merged(group) for gateway, group in deltas.items()}
         return deltas, finished, returned, count
 
+    def _taken_tokens(self) -> int:
+        return sum(tokens for _, tokens in self._claimed)
+
     def _room(self, report: Report) -> tuple[EngineLoad, int, int, int]:
         """Return (load, free prompt tokens, free requests, prompt tokens to claim at once).
 
         These are the report's values, minus the requests claimed after the report was made."""
         while self._claimed and self._claimed[0][0] <= report.accepted:
             self._claimed.popleft()
-        taken = sum(tokens for _, tokens in self._claimed)
+        taken = self._taken_tokens()
         load = report.load
         if taken:
             load = msgspec.structs.replace(load, preemptible_tokens=max(0, load.preemptible_tokens - taken))

@@ -254,7 +254,8 @@ class Engine:
         record.step_costs = core.running, core.step_cost.exact_decode_s(core.running), core.step_cost.token_s
         costs = StepCosts(core.step_cost.token_s, core.step_cost.decode_s(core.running), *self._adapters.loads)
         counts = self._accepted, self._dropped
-        report = Report(record.load, free_tokens, free_requests, *counts, costs, claim_tokens)
+        by_preemption = core.headroom.claimable_by_preemption() if record.load.preemptible_tokens else 0
+        report = Report(record.load, free_tokens, free_requests, *counts, costs, claim_tokens, by_preemption)
         self._outbox.put(record.outputs, report)
         if self._behind_since and not core.requests.behind:
             record.resumed_s, self._behind_since = now - self._behind_since, 0.0

@@ -83,6 +83,8 @@ class Report(msgspec.Struct, frozen=True):
     costs: StepCosts = StepCosts()
     # Prompt tokens to claim at once, at most free_tokens; the request that exceeds them is the last one claimed.
     claim_tokens: int = ANY_TOKENS
+    # The same for requests of tenants below their share, which start by preemption: also when free_tokens is 0.
+    preempt_claim_tokens: int = ANY_TOKENS
 
 
 class Outbox(Protocol):

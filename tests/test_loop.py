@@ -167,6 +167,21 @@ def test_the_pace_is_what_the_engine_does_while_requests_wait() -> None:
     assert rates[2] == rates[1]
 
 
+def test_a_full_engine_says_how_much_it_would_claim_for_tenants_below_their_share() -> None:
+    """It has no free token then, so this bound cannot follow from the free ones."""
+    box = Reports()
+    engine = Engine(CONFIG, ScriptedExecutor(INFO, 64), box, box)
+    box.orders += [
+        Generate(f"{i}", "g", [5], 200, Sampling(seed=i, ignore_eos=True), 2**60, tenant="loud") for i in range(20)
+    ]
+    while not box.said or box.said[-1].free_tokens:
+        engine.turn()
+    report = box.said[-1]
+    assert report.load.preemptible_tokens > 0
+    assert report.claim_tokens == 0
+    assert report.preempt_claim_tokens > 0
+
+
 class Shut(Reports):
     """Redis is away: what the engine says stays here, as far as it fits."""
 

@@ -96,7 +96,9 @@ async def test_an_engine_that_failed_claims_nothing_more() -> None:
     class Side:
         queue_share, watched, clock = 0.0, False, RedisClock()
 
-        async def sync(self, batches: object, finished: list[str], load: EngineLoad, *room: int) -> SyncReply:
+        async def sync(
+            self, batches: object, finished: list[str], load: EngineLoad, *room: int, **more: int
+        ) -> SyncReply:
             sent.append((finished, load.preemptible_tokens, room[:2]))
             return SyncReply([], [])
 

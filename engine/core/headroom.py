@@ -59,6 +59,12 @@ class Headroom:
         The request whose prompt exceeds this number is still claimed.  0: claim no request now."""
         return self._claims.at_once(self.prompt_budget())
 
+    def claimable_by_preemption(self) -> int:
+        """Return the prompt tokens to claim now for tenants below their share, by preempting others.
+
+        Only waiting sequences of such tenants count: preempted ones and those of other tenants start later."""
+        return self._claims.at_once(self.prompt_budget(), self._fairness.waiting_tokens())
+
     def yielding(self) -> tuple[list[str], int]:
         """Return (tenants that hold their share or more, prompt tokens that other tenants could start now).
 

@@ -95,14 +95,16 @@ class EngineSide:
         prefixes: PrefixReport | None = None,
         claim_tokens: int = ANY_TOKENS,
         returned: Mapping[str, str] | None = None,
+        preempt_claim_tokens: int = ANY_TOKENS,
     ) -> SyncReply:
         """Send tokens, end requests, renew the lease, claim requests and take aborts, in one round trip.
 
         Publishes each (gateway, batch) to the gateway, appends its tokens to the logs, and charges them to the tenants.
         Claims requests in queue order, the on-time lane first, while their prompts fit `free_tokens` and
         `free_requests`; 0 claims none.  The request that exceeds `claim_tokens` is the last one claimed; cached prompt
-        tokens do not count.  One claim takes at most a fair share: all waiting requests divided by the number of
-        engines, rounded up.  A request past its deadline is not claimed but ends, and its gateway receives the Finish.
+        tokens do not count.  `preempt_claim_tokens` bounds claims by preemption in the same way, even if nothing is
+        free.  One claim takes at most all waiting requests divided by the engines, rounded up.  A request past its
+        deadline is not claimed but ends, and its gateway receives the Finish.
         Retries with backoff while Redis does not answer; never loses or repeats a batch.
 
         `prefixes`: changes of this engine's prefix cache.  The engine then prefers requests whose prefixes it has
@@ -114,13 +116,12 @@ class EngineSide:
 
         If the lease has lapsed, or Redis has lost acknowledged data, the sync drops the requests that this engine does
         not hold any more (see `reassigned`), and sends the tokens that the remaining logs lack again.
-
         Raises BusDown when a newer process opened the bus under this engine's name, or Redis refuses for good.  Call
         one at a time.  After a cancelled call it is unknown whether the sync ran, and only close() may follow.
         """
         reassigned: list[str] = []
         self._journal.add(batches, finished)
-        room, returned = (free_tokens, free_requests, claim_tokens), returned or {}
+        room, returned = (free_tokens, free_requests, claim_tokens, preempt_claim_tokens), returned or {}
         while (reply := await self._send(batches, finished, load, room, prefixes, returned)) is None:
             prefixes = msgspec.structs.replace(prefixes, added=[], removed=[]) if prefixes is not None else None
             self._prefixes.start_afresh()
@@ -165,7 +166,7 @@ class EngineSide:
         batches: list[tuple[str, TokenBatch]],
         finished: list[str],
         load: EngineLoad,
-        room: tuple[int, int, int],
+        room: tuple[int, int, int, int],
         prefixes: PrefixReport | None,
         returned: Mapping[str, str],
     ) -> Any:
@@ -206,10 +207,15 @@ class EngineSide:
         return reply
 
     def _arguments(
-        self, load: EngineLoad, room: tuple[int, int, int], costs: PrefixReport, logged: token_log.Entries, **more: Any
+        self,
+        load: EngineLoad,
+        room: tuple[int, int, int, int],
+        costs: PrefixReport,
+        logged: token_log.Entries,
+        **more: Any,
     ) -> dict[str, Any]:
         """Return the named arguments of the sync script; for their meaning see sync.lua."""
-        free_tokens, free_requests, claim_tokens = room
+        free_tokens, free_requests, claim_tokens, preempt_claim_tokens = room
         return {
             **more,
             "engine": self._engine,
@@ -220,6 +226,7 @@ class EngineSide:
             "free_tokens": free_tokens,
             "free_requests": free_requests,
             "claim_tokens": claim_tokens,
+            "preempt_claim_tokens": preempt_claim_tokens,
             "preemptible_tokens": load.preemptible_tokens,
             "late_share": self._late_share,
             "token_us": costs.token_us,

@@ -72,7 +72,7 @@ def of_tenant(records: list[Record], tenant: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def further_engines(args: argparse.Namespace, redis_url: str, flags: list[str]) -> Iterator[None]:
-    """Run --engines - 1 engines beside the one of `quire serve`, on the same Redis."""
+    """Run --engines - 1 engines on the Redis of `quire serve`, which runs one itself."""
     command = [sys.executable, "-m", "quire.service.cli", "engine", str(args.model), "--served-name", MODEL_NAME]
     command += [*flags, "--redis-url", redis_url, "--metrics-port", "0"]
     with contextlib.ExitStack() as stack:

@@ -8,6 +8,7 @@ import random
 import statistics
 import time
 from collections import deque
+from typing import Any
 
 import msgspec
 import pytest
@@ -254,8 +255,14 @@ async def test_a_full_engine_claims_for_who_holds_less_than_its_share(bus: Bus) 
         await gateway.submit(generate(f"quiet{i}", tenant="quiet"))
     assert ids(await engine.sync([], [], full("e1", 0, "loud"), 0, 0)) == []
     assert ids(await engine.sync([], [], full("e1", 25, "loud"), 0, 0)) == ["quiet0", "quiet1"]
+    await gateway.submit(generate("quiet3", tenant="quiet"))
+    bounded: dict[str, Any] = {"claim_tokens": 0, "preempt_claim_tokens": 0}
+    assert ids(await engine.sync([], [], full("e1", 100, "loud"), 0, 0, **bounded)) == []  # enough prompts are pending
+    assert ids(await engine.sync([], [], full("e1", 100, "loud"), 0, 0, **bounded | {"preempt_claim_tokens": 1})) == [
+        "quiet2"
+    ]
     assert ids(await engine.sync([], [], full("e1", 100, "loud", "quiet"), 0, 0)) == []
-    assert ids(await engine.sync([], [], full("e1", 100, "loud"), 10, 1)) == ["loud0", "quiet2"]
+    assert ids(await engine.sync([], [], full("e1", 100, "loud"), 10, 1)) == ["loud0", "quiet3"]
 
 
 async def test_nobody_yields_while_another_engine_has_room(bus: Bus) -> None:

@@ -37,17 +37,23 @@ class Claims:
         """Estimate how many of the queued requests could start if the engine had claimed them."""
         return min(self.queued, int(free_tokens / max(1.0, self._usual)))
 
-    def at_once(self, budget: int) -> int:
-        """Return how many prompt tokens to claim now.  `budget`: maximum prompt tokens of the next step."""
+    def at_once(self, budget: int, waiting_tokens: int | None = None) -> int:
+        """Return how many prompt tokens to claim now.  `budget`: maximum prompt tokens of the next step.
+
+        `waiting_tokens`: tokens of the waiting sequences that start before the claimed ones; None: of all of them."""
         batch = self._batch
         step_s = self._step_cost.decode_s(batch.decoding) + budget * self._step_cost.token_s
         steps = max(STEPS, SECONDS / step_s) if step_s else STEPS
-        return max(0, int(budget * steps) - self.pending)
+        pending = self.pending if waiting_tokens is None else waiting_tokens + self._started
+        return max(0, int(budget * steps) - pending)
 
     @property
     def pending(self) -> int:
         """Claimed prompt tokens that are not computed yet, except prompts that wait for an adapter slot.
 
         O(started prompts)."""
-        waiting = self._waiting.tokens - self._adapters.blocked_tokens
-        return waiting + sum(seq.known - seq.computed for seq in self._batch.prefilling)
+        return self._waiting.tokens - self._adapters.blocked_tokens + self._started
+
+    @property
+    def _started(self) -> int:
+        return sum(seq.known - seq.computed for seq in self._batch.prefilling)

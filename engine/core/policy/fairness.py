@@ -144,8 +144,15 @@ class Fairness:
 
     def room(self, block_size: int) -> int:
         """Return the prompt tokens that tenants below their share could start after their waiting requests."""
-        theirs = (seq.queued_tokens for seq in self._waiting if seq.request.tenant not in self.over_share)
+        theirs = self._waiting_below_share()
         return max(0, self._for_another - sum(tokens // block_size + 1 for tokens in theirs)) * block_size
+
+    def waiting_tokens(self) -> int:
+        """Return the tokens of the waiting sequences of tenants below their share: they start before all others."""
+        return sum(self._waiting_below_share())
+
+    def _waiting_below_share(self) -> Iterator[int]:
+        return (seq.queued_tokens for seq in self._waiting if seq.request.tenant not in self.over_share)
 
     def favoured(self, named: Container[int]) -> tuple[Sequence, list[Sequence]] | None:
         """Return (sequence that starts before all others, sequences to preempt for it, in order); None: none does.

@@ -6,6 +6,7 @@
 --   free_tokens, free_requests   free capacity: prompt tokens and requests it may claim
 --   claim_tokens        prompt tokens to claim in one sync; the request that exceeds them is the last one claimed
 --   preemptible_tokens        as in EngineLoad
+--   preempt_claim_tokens      as claim_tokens, for claims by preemption: also if nothing is free
 --   late_share          minimum fraction of the claimed prompt tokens that comes from the late lane
 --   finished            ids of requests that have ended
 --   returned            {id = error line}: requests whose LoRA adapter the engine does not have

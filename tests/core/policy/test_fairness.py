@@ -159,6 +159,24 @@ def test_with_every_row_taken_the_newest_gives_up_its_row() -> None:
     assert rig.milestones[loud[3], 0].count("preempted") == 1
 
 
+def test_prompts_of_a_quiet_tenant_are_claimed_although_the_pool_is_full() -> None:
+    """Preempted sequences, and those of tenants over their share, wait behind them: they do not bound these claims."""
+    rig = Rig(blocks=64, size=4, max_seqs=32, admission="forecast", caching=False, preempt="swap", host_blocks=60)
+    flood(rig, 200)
+    step(rig, 12)
+    for i in range(3):
+        rig.add([40 + i] * 8, 8, ignore_eos=True, tenant="quiet")
+        step(rig, 1)
+    headroom = rig.core.headroom
+    assert rig.core.report.totals.yields > 0
+    assert headroom.claimable() == 0
+    over_share, preemptible = headroom.yielding()
+    assert over_share == ["loud"]
+    assert preemptible > 0
+    assert headroom.claimable_by_preemption() > 0
+    rig.run()
+
+
 def test_no_room_is_kept_and_nobody_yields_where_a_tenant_is_alone() -> None:
     """Work-conserving: the plans are those of a nameless tenant."""
     plans = []

@@ -130,7 +130,8 @@ local function claim_by_preemption(x)
   for _, tenant in ipairs(cmsgpack.unpack(x.load)[LOAD_CROWD]) do
     for _, lane in ipairs(LANES) do leave_out(over, lane, tenant) end
   end
-  x.free_tokens = x.preemptible_tokens
+  local claim_tokens = x.claim_tokens
+  x.free_tokens, x.claim_tokens = x.preemptible_tokens, x.preempt_claim_tokens
   local elsewhere = free_capacity(x.engine)
   while x.free_tokens > 0 and x.claim_tokens > 0 do
     local lane, id, size, tenant = 'on_time', head('on_time', over)
@@ -142,4 +143,5 @@ local function claim_by_preemption(x)
       break
     end
   end
+  x.claim_tokens = claim_tokens
 end
