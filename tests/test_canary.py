@@ -138,7 +138,7 @@ def weights(executor: LocalExecutor) -> list[torch.Tensor]:
     assert worker is not None
     packed = [each.packed for each in worker._model.modules() if getattr(each, "packed", None) is not None]
     assert len(packed) == 9  # four of each layer and the head
-    return [each.numbers.view(-1) for each in packed]
+    return [each.values.view(-1) for each in packed]
 
 
 @pytest.mark.parametrize("value", [float("nan"), 3e4])

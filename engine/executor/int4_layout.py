@@ -1,6 +1,6 @@
 """Packing of int4 weights for a GPU, on any device.  csrc/cuda/linear/int4.h has the layout.
 
-`numbers` [out, in / 2], scale and zero [out, groups]
+`values` [out, in / 2], scale and zero [out, groups]
     │  16 rows x 128 inputs at a time
     v
 packed blocks [out / 16, in / 128, bytes]: weights as mma fragments of the lanes, scales in float16, zero points
@@ -20,16 +20,16 @@ MIN_EXPONENT = -100  # minimum exponent of a row's maximum scale: below it, the 
 CHUNK = 1 << 24  # weights packed at a time
 
 
-def pack(numbers: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor]:
+def pack(values: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the packed blocks [out / 16, in / 128, bytes] u8 and the row scales [out] float32 of a weight.
 
-    `numbers`  [out, in / 2] u8: columns 2 i and 2 i + 1 in the low and the high nibble of byte i
+    `values`  [out, in / 2] u8: columns 2 i and 2 i + 1 in the low and the high nibble of byte i
     scale      [out, groups] float32; groups are contiguous and have a multiple of 32 inputs
     zero       [out, groups] u8, 0 to 15; None: 8
 
     Weights and zero points are exact.  Scales keep 11 bits, enough for float16 and bfloat16 scales unless one is more
     than 2^28 times smaller than the maximum of its row.  Raises ValueError for other shapes."""
-    rows, inner = len(numbers), 2 * numbers.shape[1]
+    rows, inner = len(values), 2 * values.shape[1]
     if rows % ROWS or inner % INPUTS:
         raise ValueError(f"a weight of shape {[rows, inner]} is not of multiples of {ROWS} and {INPUTS}")
     group = inner // scale.shape[1]
@@ -47,7 +47,7 @@ def pack(numbers: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, T
     made = [
         torch.cat(
             [
-                _numbers(numbers[first : first + step]),
+                _lane_words(values[first : first + step]),
                 _by_lanes(half[first : first + step], inner).view(torch.uint8),
                 _by_lanes(zeros[first : first + step], inner),
             ],
@@ -58,9 +58,9 @@ def pack(numbers: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, T
     return torch.cat(made), row_scale
 
 
-def _numbers(numbers: Tensor) -> Tensor:
+def _lane_words(values: Tensor) -> Tensor:
     """Return [row blocks, k blocks, 1024] u8: the words of each lane, alternating between its two rows."""
-    single = torch.stack([numbers & 0xF, numbers >> 4], -1).flatten(1)
+    single = torch.stack([values & 0xF, values >> 4], -1).flatten(1)
     # Row 8 r + g and column 64 half + 32 h + 8 t + 4 j + byte of a packed block are in word 2 j + r.
     split = single.view(-1, 2, 8, single.shape[1] // INPUTS, 2, 2, 4, 2, 4)
     block, r, g, record, half, h, t, j, byte = range(9)

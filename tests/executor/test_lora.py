@@ -250,7 +250,7 @@ def test_the_layout_is_that_of_the_kernels() -> None:
             bits = packer.layout.shrink(packer._rounded(weight.numpy(), "w"))
             packed = ops.pack_weight(weight.to(dtype), ordered=True)
             assert packed is not None
-            assert torch.equal(torch.from_numpy(bits).view(dtype), packed.numbers.reshape(-1))
+            assert torch.equal(torch.from_numpy(bits).view(dtype), packed.values.reshape(-1))
 
 
 def test_without_slots_the_model_is_as_it_was(checkpoint: Callable[[str], Path], five: list[Adapter]) -> None:

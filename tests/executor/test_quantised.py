@@ -50,13 +50,15 @@ def loaded(directory: Path, dtype: str) -> dict[str, torch.Tensor]:
 
 
 READ = {
-    "fp8-block": Quantisation("fp8", "scaled", "block", 8, block=(128, 128), rounds_inputs=True),
-    "fp8-tensor": Quantisation("fp8", "scaled", "tensor", 8, rounds_inputs=True),
+    "fp8-block": Quantisation("fp8", "scaled", "block", 8, block=(128, 128), quantises_activations=True),
+    "fp8-tensor": Quantisation("fp8", "scaled", "tensor", 8, quantises_activations=True),
     "ct-fp8-tensor": Quantisation("compressed-tensors", "scaled", "tensor", 8, ignored=("lm_head",)),
     "ct-fp8-channel": Quantisation(
-        "compressed-tensors", "scaled", "channel", 8, ignored=("lm_head",), rounds_inputs=True
+        "compressed-tensors", "scaled", "channel", 8, ignored=("lm_head",), quantises_activations=True
     ),
-    "modelopt-file": Quantisation("modelopt", "scaled", "tensor", 8, ignored=("re:lm_head.*$",), rounds_inputs=True),
+    "modelopt-file": Quantisation(
+        "modelopt", "scaled", "tensor", 8, ignored=("re:lm_head.*$",), quantises_activations=True
+    ),
     "modelopt-nvfp4": Quantisation(
         "modelopt", "fp4", "group", 4, group=16, ignored=("lm_head",), demanded=frozenset({"scale_2"})
     ),
@@ -230,7 +232,7 @@ def served_weights(
     found = {name: part.quantised for name, part in model.named_modules() if isinstance(part, QuantisedLinear)}
     head = found.pop("lm_head", None)
     assert (head is not None) == (quantize == "int4")
-    assert head is None or head.numbers.dtype == (torch.int8 if device == CPU else torch.float8_e4m3fn)
+    assert head is None or head.values.dtype == (torch.int8 if device == CPU else torch.float8_e4m3fn)
     return found
 
 
@@ -248,7 +250,7 @@ def test_int8_of_rows_stays_as_it_is_stored(quantised: Callable[[str], tuple[Pat
     directory, exact = quantised(kind)
     for quantize in ("none", "int8"):
         kept = served_weights(directory, quantize)
-        assert {weight.numbers.dtype for weight in kept.values()} == {torch.int8}
+        assert {weight.values.dtype for weight in kept.values()} == {torch.int8}
         check_exact(kept, exact)
     model = hf.load_model(str(directory), dtype="bfloat16", device=CPU)
     assert model.changes == {"weights of linear layers": "int8 as stored"}
@@ -265,9 +267,9 @@ def test_int4_stays_as_it_is_stored(quantised: Callable[[str], tuple[Path, dict[
         kept = served_weights(directory, quantize)
         check_exact(kept, exact)
         for weight in kept.values():
-            assert weight.numbers.dtype == torch.uint8
-            assert weight.numbers.shape == (weight.shape[0], weight.shape[1] // 2)
-            assert weight.numbers.untyped_storage().nbytes() == weight.numbers.numel()
+            assert weight.values.dtype == torch.uint8
+            assert weight.values.shape == (weight.shape[0], weight.shape[1] // 2)
+            assert weight.values.untyped_storage().nbytes() == weight.values.numel()
 
 
 def test_how_the_fingerprint_names_int4(quantised: Callable[[str], tuple[Path, dict[str, Any]]]) -> None:
@@ -310,7 +312,7 @@ def test_a_row_of_more_inputs_than_a_group_may_have() -> None:
         assert kept.scale.shape == (3, 256)
         assert torch.equal(kept.dequantised(torch.float32).double(), exact.float().double())
         x = torch.randn(2, 8192)
-        y = ops.packed_linear(x, ops.pack_int4(kept.numbers, kept.scale, kept.zero), None)
+        y = ops.packed_linear(x, ops.pack_int4(kept.values, kept.scale, kept.zero), None)
         torch.testing.assert_close(y.double(), x.double() @ exact.T, rtol=1e-3, atol=1e-2)
 
 
@@ -322,8 +324,8 @@ def test_another_kind_is_rounded_on_request(
     rounded = served_weights(directory, asked)
     assert len(rounded) == 14
     for name, weight in rounded.items():
-        wanted = Quantised.of(exact[f"{name}.weight"].float(), weight.numbers.dtype)
-        assert weight.numbers.dtype == DTYPE[asked]
+        wanted = Quantised.of(exact[f"{name}.weight"].float(), weight.values.dtype)
+        assert weight.values.dtype == DTYPE[asked]
         torch.testing.assert_close(
             weight.dequantised(torch.float32), wanted.dequantised(torch.float32), atol=0.01, rtol=0
         )
@@ -359,12 +361,12 @@ def test_fp8_stays_as_it_is_stored(wide: Callable[[str], tuple[Path, Path, dict[
     quantising = Quantising("none", GPU)
     read_weights(directory, read_config(directory), "bfloat16", quantising=quantising)
     assert quantising.changes == {"weights of linear layers": "fp8 as stored"}
-    assert quantising.rounds_inputs
+    assert quantising.quantises_activations
     for quantize in ("none", "fp8"):
         kept = served_weights(directory, quantize, GPU)
         assert len(kept) == 14
         for name, weight in kept.items():
-            assert weight.numbers.dtype == torch.float8_e4m3fn
+            assert weight.values.dtype == torch.float8_e4m3fn
             assert weight.scale.dim() == (2 if "block" in kind else 1)
             torch.testing.assert_close(
                 weight.dequantised(torch.float32).double(), exact[f"{name}.weight"], rtol=1e-7, atol=0
@@ -404,11 +406,11 @@ def test_int4_stays_as_it_is_stored_on_a_gpu(
     quantising = Quantising("none", GPU)
     read_weights(directory, read_config(directory), "bfloat16", quantising=quantising)
     assert quantising.changes == {"weights of linear layers": "int4 as stored"}
-    assert not quantising.rounds_inputs
+    assert not quantising.quantises_activations
     for quantize in ("none", "int4"):
         kept = served_weights(directory, quantize, GPU)
         check_exact(kept, exact)
-        assert {weight.numbers.dtype for weight in kept.values()} == {torch.uint8}
+        assert {weight.values.dtype for weight in kept.values()} == {torch.uint8}
 
 
 @pytest.mark.usefixtures("hopper")
@@ -417,7 +419,7 @@ def test_a_head_in_e4m3_rounds_its_inputs(quantised: Callable[[str], tuple[Path,
     for device, rounds in ((GPU, True), (CPU, False)):
         quantising = Quantising("int4", device)
         read_weights(directory, read_config(directory), "bfloat16", quantising=quantising)
-        assert quantising.rounds_inputs == rounds
+        assert quantising.quantises_activations == rounds
 
 
 @pytest.mark.usefixtures("hopper")
@@ -463,7 +465,7 @@ def test_what_is_no_int8_of_rows_is_rounded_on_request_only(
     for name, weight in rounded.items():
         wanted = Quantised.of(exact[f"{name}.weight"].float(), torch.int8)
         torch.testing.assert_close(weight.scale, wanted.scale)
-        assert (weight.numbers != wanted.numbers).float().mean() < 1e-3  # dequantised in float32, not in float64
+        assert (weight.values != wanted.values).float().mean() < 1e-3  # dequantised in float32, not in float64
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

@@ -145,14 +145,14 @@ def check_parts(directory: Path, make: Callable[[], Quantising], dtype: str = "b
         a, b = (model.get_submodule(name).quantised for model in models)
         zero: Tensor | None = None
         if name.endswith(("o_proj", "down_proj")):
-            numbers = torch.cat([a.numbers.view(torch.uint8), b.numbers.view(torch.uint8)], 1)
+            numbers = torch.cat([a.values.view(torch.uint8), b.values.view(torch.uint8)], 1)
             scales = [torch.cat([a.scale, b.scale], 1)] if weight.scale.dim() == 2 else [a.scale, b.scale]
             if a.zero is not None and b.zero is not None:
                 zero = torch.cat([a.zero, b.zero], 1)
         else:
             joined = Quantised.join([a, b])
-            numbers, scales, zero = joined.numbers.view(torch.uint8), [joined.scale], joined.zero
-        assert torch.equal(numbers, weight.numbers.view(torch.uint8)), name
+            numbers, scales, zero = joined.values.view(torch.uint8), [joined.scale], joined.zero
+        assert torch.equal(numbers, weight.values.view(torch.uint8)), name
         assert all(torch.equal(scale, weight.scale) for scale in scales), name
         assert (zero is None) == (weight.zero is None), name
         assert zero is None or weight.zero is None or torch.equal(zero, weight.zero), name

@@ -46,12 +46,12 @@ def test_rounding_is_within_its_bound(dtype: torch.dtype, seed: int, given_as: t
     weight[4, 1] *= 30
     weight = weight.to(given_as)
     quantised = Quantised.of(weight, dtype)
-    assert (quantised.numbers.dtype, quantised.scale.dtype) == (dtype, torch.float32)
+    assert (quantised.values.dtype, quantised.scale.dtype) == (dtype, torch.float32)
     scale, exact = quantised.scale.double()[:, None], weight.double()
-    error = (quantised.numbers.double() * scale - exact).abs()
+    error = (quantised.values.double() * scale - exact).abs()
     bound = scale / 2 if dtype == torch.int8 else torch.maximum(exact.abs() / 16, scale / 1024)
     assert (error <= bound * (1 + 1e-5)).all()
-    top = quantised.numbers.double().abs().amax(1)
+    top = quantised.values.double().abs().amax(1)
     assert top[3] == 0
     assert (top[[0, 1, 2, 4, 5, 6]] == LARGEST[dtype]).all()
 
@@ -66,7 +66,7 @@ def test_rounding_to_4_bits_is_within_its_bound(seed: int, given_as: torch.dtype
     weight = weight.clamp(-torch.finfo(given_as).max, torch.finfo(given_as).max).to(given_as)
     quantised = Quantised.of(weight, torch.uint8)
     assert quantised.zero is not None
-    assert (quantised.numbers.shape, quantised.scale.shape, quantised.zero.shape) == ((7, 48), (7, 3), (7, 3))
+    assert (quantised.values.shape, quantised.scale.shape, quantised.zero.shape) == ((7, 48), (7, 3), (7, 3))
     assert quantised.zero.max() <= 15
     error = (quantised.dequantised(torch.float64) - weight.double()).abs().view(7, 3, 32)
     assert (error <= 0.51 * quantised.scale.double()[..., None]).all()
@@ -94,9 +94,9 @@ def test_rounding_to_8_bits_in_pieces(
     whole = Quantised.of(weight, dtype)
     monkeypatch.setattr("quire.engine.executor.models.quantised.quantised.PIECE", 128)
     pieces = Quantised.of(weight, dtype, lambda largest: largest)
-    assert torch.equal(pieces.numbers.view(torch.uint8), whole.numbers.view(torch.uint8))
+    assert torch.equal(pieces.values.view(torch.uint8), whole.values.view(torch.uint8))
     assert torch.equal(pieces.scale, whole.scale)
-    assert torch.equal(pieces.dequantised(torch.bfloat16), (whole.numbers.float() * whole.scale[:, None]).bfloat16())
+    assert torch.equal(pieces.dequantised(torch.bfloat16), (whole.values.float() * whole.scale[:, None]).bfloat16())
 
 
 def test_blocks_are_widened_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def rounded(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[Tensor], Tensor]]
                     module.register_forward_pre_hook(lambda module, inputs, own=function: (own(inputs[0]),))
 
     monkeypatch.setattr(hf, "fuse", swap)
-    monkeypatch.setattr(Quantising, "rounds_inputs", True)
+    monkeypatch.setattr(Quantising, "quantises_activations", True)
     return through
 
 
@@ -197,7 +197,7 @@ def test_products_that_round_their_inputs_are_proved_with_a_wider_bound(
         load_model(str(checkpoint("llama")), dtype="float32", device=CPU, quantize="int8")
 
     serve()
-    monkeypatch.setattr(Quantising, "rounds_inputs", False)
+    monkeypatch.setattr(Quantising, "quantises_activations", False)
     with pytest.raises(UnsupportedModel, match=r"^llama: as it would be served its logits differ"):
         serve()
 
@@ -233,7 +233,7 @@ def test_int4_takes_less_than_a_third_of_bfloat16(tmp_path: Path) -> None:
     directory = make_tiny(tmp_path / "llama", "llama", hidden_size=128, intermediate_size=256)
     model = load_model(str(directory), dtype="bfloat16", device=CPU, quantize="int4").module
     packs = [module.packed for module in model.modules() if isinstance(module, Product) and module.packed is not None]
-    four = [(pack.numbers, pack.scale, pack.zero) for pack in packs if pack.zero is not None]
+    four = [(pack.values, pack.scale, pack.zero) for pack in packs if pack.zero is not None]
     assert len(four) == 8
     held = sum(part.numel() * part.element_size() for parts in four for part in parts if part is not None)
     weights = sum(2 * numbers.numel() for numbers, _, _ in four)

@@ -251,7 +251,7 @@ def test_numbers_that_stay_as_stored_mean_the_same(
     layers, dtype = wanted
     directory, exact = compressed(kind, torch.float32)
     kept = served_weights(directory, "none", device)
-    assert [weight.numbers.dtype for weight in kept.values()] == [dtype] * layers
+    assert [weight.values.dtype for weight in kept.values()] == [dtype] * layers
     for name, weight in kept.items():
         assert torch.equal(weight.dequantised(torch.float32), exact[f"{name}.weight"]), name
 

@@ -245,6 +245,6 @@ def test_wrong_tensors_are_named() -> None:
     with pytest.raises(ValueError, match="x: dtype is Half, this operator needs BFloat16"):
         ops.linear(x.half(), stored)
     with pytest.raises(ValueError, match="weight: dtype is BFloat16, this operator needs Float8_e4m3fn"):
-        ops.linear(x, ops.Fp8(stored.numbers.to(BF16), stored.scale))
+        ops.linear(x, ops.Fp8(stored.values.to(BF16), stored.scale))
     with pytest.raises(ValueError, match="scale: rows of the weight is 16, weight has 32"):
-        ops.linear(x, ops.Fp8(weight(32, 128)[0].numbers, stored.scale), out=randn(2, 32, dtype=BF16))
+        ops.linear(x, ops.Fp8(weight(32, 128)[0].values, stored.scale), out=randn(2, 32, dtype=BF16))

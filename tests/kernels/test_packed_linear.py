@@ -22,8 +22,8 @@ def packed(kind: str, weight: torch.Tensor) -> ops.Packed:
         return found
     quantised = Quantised.of(weight, DTYPE["int8" if kind == "int8" else "int4"])
     if kind == "int8":
-        return ops.pack_int8(quantised.numbers, quantised.scale)
-    return ops.pack_int4(quantised.numbers, quantised.scale, quantised.zero)
+        return ops.pack_int8(quantised.values, quantised.scale)
+    return ops.pack_int4(quantised.values, quantised.scale, quantised.zero)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -26,18 +26,18 @@ def threads() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Weight:
-    """(numbers - zero) * scale."""
+    """(values - zero) * scale."""
 
-    numbers: torch.Tensor  # [out, in], 0 to 15
+    values: torch.Tensor  # [out, in], 0 to 15
     scale: torch.Tensor  # [out, groups] float32
     zero: torch.Tensor | None  # [out, groups]
 
     def packed(self) -> ops.Packed:
-        return ops.pack_int4(self.numbers[:, ::2] | self.numbers[:, 1::2] << 4, self.scale, self.zero)
+        return ops.pack_int4(self.values[:, ::2] | self.values[:, 1::2] << 4, self.scale, self.zero)
 
     def centred(self) -> torch.Tensor:
         """Weights minus zero points: int64 [out, groups, inputs]."""
-        numbers = self.numbers.view(*self.scale.shape, -1).to(torch.int64)
+        numbers = self.values.view(*self.scale.shape, -1).to(torch.int64)
         return numbers - (8 if self.zero is None else self.zero[..., None].to(torch.int64))
 
     def exact(self) -> torch.Tensor:
@@ -149,7 +149,7 @@ def test_against_float64(dtype: torch.dtype, inner: int, features: int, group: i
 def test_results_in_float32() -> None:
     x, weight = made(5, 128, 40, 32, torch.bfloat16)
     out, packed = torch.empty(5, 40), weight.packed()
-    torch.ops.quire.product_int4.default(x, packed.numbers, packed.scale, packed.zero, None, None, out)
+    torch.ops.quire.product_int4.default(x, packed.values, packed.scale, packed.zero, None, None, out)
     assert torch.equal(out, by_definition(x.float(), weight))
 
 
@@ -183,7 +183,7 @@ def test_rows_of_a_larger_tensor() -> None:
     x, weight = made(20, 96, 40, 32, torch.bfloat16)
     wide, out = torch.cat([x, x], 1), torch.zeros(20, 80, dtype=torch.bfloat16)
     packed = weight.packed()
-    rest = (packed.numbers, packed.scale, packed.zero, None, None)
+    rest = (packed.values, packed.scale, packed.zero, None, None)
     torch.ops.quire.product_int4.default(wide[::2, 96:], *rest, out[::2, 40:])
     assert torch.equal(out[::2, 40:], product(x[::2].contiguous(), weight))
     assert not out[:, :40].any()
@@ -218,4 +218,4 @@ def test_a_weight_of_another_shape_is_refused() -> None:
         (packed.scale[:, :0].clone(), None, "scale: groups is 0"),
     ):
         with pytest.raises(ValueError, match=reason):
-            torch.ops.quire.product_int4.default(x, packed.numbers, scale, zero, None, None, torch.empty(4, 32))
+            torch.ops.quire.product_int4.default(x, packed.values, scale, zero, None, None, torch.empty(4, 32))

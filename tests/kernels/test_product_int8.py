@@ -113,7 +113,7 @@ def test_results_in_float32() -> None:
     out = torch.empty(5, 40)
     packed = ops.pack_int8(numbers, scale)
     assert packed.scale is not None
-    torch.ops.quire.product_int8.default(x, packed.numbers, packed.scale, None, None, out)
+    torch.ops.quire.product_int8.default(x, packed.values, packed.scale, None, None, out)
     assert torch.equal(out, in_integers(x.float(), numbers, scale))
 
 
@@ -145,7 +145,7 @@ def test_rows_of_a_larger_tensor() -> None:
     packed = ops.pack_int8(numbers, scale)
     out = torch.zeros(20, 80, dtype=torch.bfloat16)
     assert packed.scale is not None
-    torch.ops.quire.product_int8.default(wide[::2, 96:], packed.numbers, packed.scale, None, None, out[::2, 40:])
+    torch.ops.quire.product_int8.default(wide[::2, 96:], packed.values, packed.scale, None, None, out[::2, 40:])
     assert torch.equal(out[::2, 40:], product(x[::2].contiguous(), numbers, scale))
     assert not out[:, :40].any()
     assert not out[1::2].any()
@@ -171,6 +171,4 @@ def test_a_weight_of_another_shape_is_refused() -> None:
         ops.packed_linear(x.double(), packed, None)
     assert packed.scale is not None
     with pytest.raises(ValueError, match="scale: padded features"):
-        torch.ops.quire.product_int8.default(
-            x, packed.numbers, packed.scale[1:].clone(), None, None, torch.empty(4, 32)
-        )
+        torch.ops.quire.product_int8.default(x, packed.values, packed.scale[1:].clone(), None, None, torch.empty(4, 32))

@@ -34,9 +34,9 @@ def rows(kind: str) -> int:
 
 
 def pack(weight: Quantised, *, ordered: bool = False) -> ops.Packed:
-    if weight.numbers.dtype == torch.int8:
-        return ops.pack_int8(weight.numbers, weight.scale, ordered=ordered)
-    return ops.pack_int4(weight.numbers, weight.scale, weight.zero, ordered=ordered)
+    if weight.values.dtype == torch.int8:
+        return ops.pack_int8(weight.values, weight.scale, ordered=ordered)
+    return ops.pack_int4(weight.values, weight.scale, weight.zero, ordered=ordered)
 
 
 def made(kind: str, rows: int, inner: int, features: int) -> tuple[torch.Tensor, Quantised]:
@@ -44,7 +44,7 @@ def made(kind: str, rows: int, inner: int, features: int) -> tuple[torch.Tensor,
     rng = torch.Generator().manual_seed(inner)
     weight = Quantised.of(torch.randn(features, inner, generator=rng), DTYPE["int8" if kind == "int8" else "int4"])
     if kind == "int8":
-        weight.numbers.random_(-128, 128, generator=rng)
+        weight.values.random_(-128, 128, generator=rng)
     return torch.randn(rows, inner, generator=rng).bfloat16(), weight
 
 
@@ -77,7 +77,7 @@ def test_products_after_a_norm_before_an_activation_and_in_float32(kind: str, ro
     assert torch.equal(ops.packed_linear(x, packed, None, norm=norm, eps=1e-5, silu_mul=True), ops.silu_mul(alone))
     if kind == "int8":
         wide = ops.packed_linear(
-            normed, ops.pack_int8(weight.numbers, weight.scale, ordered=False, float32_out=True), None
+            normed, ops.pack_int8(weight.values, weight.scale, ordered=False, float32_out=True), None
         )
         assert wide.dtype == torch.float32
         assert torch.equal(wide.bfloat16(), alone)
@@ -108,9 +108,9 @@ def lost_in_integers(kind: str, rows: int) -> tuple[torch.Tensor, Quantised]:
     """x with an element so large that 16-bit quantisation makes the others 0; the weight of the large one is 0."""
     x, weight = made(kind, rows, 64, 32)
     x[:, 0] = 2.0**40
-    weight.numbers[:, 0] = 0
+    weight.values[:, 0] = 0
     if weight.zero is not None:
-        weight.numbers.fill_(0x98)
+        weight.values.fill_(0x98)
         weight.zero.fill_(8)
     return x, weight
 

@@ -226,7 +226,7 @@ def one_operator(layers: Sequence[Layer]) -> ops.DecoderLayers | None:
         norms = first, attention.q_norm, attention.k_norm, second
         weights += [None if norm is None else norm.weight for norm in norms]
         for product, packed in zip(products, packs, strict=True):
-            weights += [packed.numbers, packed.scale, packed.zero, product.bias]
+            weights += [packed.values, packed.scale, packed.zero, product.bias]
             widens.add(packed.widen)
         head_eps = 0.0 if attention.q_norm is None else attention.q_norm.eps
         kinds.add((attention.heads, packs[2].size // 2, first.eps, second.eps, head_eps, attention.scale))

@@ -153,7 +153,9 @@ def load_model(
     fixed = rope.fix_angles(module, text := config.get_text_config(), positions_of(text), max_model_len)
     swap = {"ordered": deterministic, "own_experts": own_experts}
     adapters = adapters and ranks.size == 1 and (device.type == "cpu" or module.dtype.itemsize == 2)  # kernels' dtypes
-    proved = prove(module, max_model_len, swap, adapters=adapters, rounds_inputs=quantising.rounds_inputs)
+    proved = prove(
+        module, max_model_len, swap, adapters=adapters, quantises_activations=quantising.quantises_activations
+    )
     return LoadedModel(
         module=module,
         directory=directory,
@@ -184,28 +186,30 @@ class Proved(NamedTuple):
 
 
 def prove(
-    module: PreTrainedModel, max_model_len: int, swap: dict[str, bool], *, adapters: bool, rounds_inputs: bool
+    module: PreTrainedModel, max_model_len: int, swap: dict[str, bool], *, adapters: bool, quantises_activations: bool
 ) -> Proved:
     """Prove a model and swap its submodules.  swap: options of `swap_modules`.  Raises UnsupportedModel.
 
     adapters: find the GEMMs that LoRA adapters may add to; models with recurrent state support none."""
     if families.is_recurrent(module.config):
-        return prove_states(module, max_model_len, swap, rounds_inputs=rounds_inputs)
+        return prove_states(module, max_model_len, swap, quantises_activations=quantises_activations)
     proof = probe(module, max_model_len)
     layers = cached_layers(module.config.model_type, proof.layers, module.device)
     sites = Sites.of(module) if adapters else None
     swap_modules(module, max_model_len, decoder=layers == proof.layers, sites=sites, **swap)
-    prove_swapped(module, proof._replace(layers=layers), sites, rounds_inputs=rounds_inputs)
+    prove_swapped(module, proof._replace(layers=layers), sites, quantises_activations=quantises_activations)
     return Proved(layers, [], proof.vocab_size, sites, proof.windows)
 
 
-def prove_states(module: PreTrainedModel, max_model_len: int, swap: dict[str, bool], *, rounds_inputs: bool) -> Proved:
+def prove_states(
+    module: PreTrainedModel, max_model_len: int, swap: dict[str, bool], *, quantises_activations: bool
+) -> Proved:
     """Prove a model with recurrent layers, and replace these layers by our modules."""
     proof = probe_recurrent(module, max_model_len)
     proof = proof._replace(layers=cached_layers(module.config.model_type, proof.layers, module.device))
     states = families.replace_layers(module)
     swap_modules(module, max_model_len, decoder=False, sites=None, **swap)
-    prove_recurrent(module, proof, states, rounds_inputs=rounds_inputs)
+    prove_recurrent(module, proof, states, quantises_activations=quantises_activations)
     return Proved(proof.layers, states, proof.vocab_size, None, ())
 
 
@@ -229,10 +233,10 @@ def swap_modules(
         use_own_experts(module) if own_experts else report_plain_experts(module)
 
 
-def prove_swapped(module: PreTrainedModel, proof: Proof, sites: Sites | None, *, rounds_inputs: bool) -> None:
+def prove_swapped(module: PreTrainedModel, proof: Proof, sites: Sites | None, *, quantises_activations: bool) -> None:
     """Prove the swapped modules (`prove_served`), and that LoRA adapters can add to GEMMs in the model's own code."""
     with sites.proving(proof.ids.numel()) if sites is not None else contextlib.nullcontext():
-        prove_served(module, proof, rounds_inputs=rounds_inputs)
+        prove_served(module, proof, quantises_activations=quantises_activations)
 
 
 def check_options(quantize: str, deterministic: bool, device: torch.device) -> None:

@@ -285,19 +285,19 @@ class Linears:
 
     def _widens(self, weight: Tensor | Quantised) -> bool:
         """Return whether a GEMM's result in float32 differs from one in the model's dtype, on a GPU."""
-        device = weight.numbers.device if isinstance(weight, Quantised) else weight.device
+        device = weight.values.device if isinstance(weight, Quantised) else weight.device
         return device.type != "cpu" and self.dtype != torch.float32
 
     def _pack(self, weight: Tensor | Quantised, float32_out: bool) -> ops.Packed | ops.Fp8 | ops.Int4 | None:
         if isinstance(weight, Quantised):
             ordered = self.ordered or self.dtype != torch.bfloat16  # only bfloat16 rows have an unordered GEMM
-            if weight.numbers.dtype == torch.uint8:
-                if weight.numbers.device.type != "cpu":
-                    return ops.pack_int4_gpu(weight.numbers, weight.scale, weight.zero)
-                return ops.pack_int4(weight.numbers, weight.scale, weight.zero, ordered=ordered)
-            if weight.numbers.dtype == torch.int8:
-                return ops.pack_int8(weight.numbers, weight.scale, ordered=ordered, float32_out=float32_out)
-            return ops.Fp8(weight.numbers, weight.scale)
+            if weight.values.dtype == torch.uint8:
+                if weight.values.device.type != "cpu":
+                    return ops.pack_int4_gpu(weight.values, weight.scale, weight.zero)
+                return ops.pack_int4(weight.values, weight.scale, weight.zero, ordered=ordered)
+            if weight.values.dtype == torch.int8:
+                return ops.pack_int8(weight.values, weight.scale, ordered=ordered, float32_out=float32_out)
+            return ops.Fp8(weight.values, weight.scale)
         if weight.device.type != "cpu":
             return None
         return ops.pack_weight(weight, ordered=self.ordered, float32_out=float32_out)

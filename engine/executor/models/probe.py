@@ -35,7 +35,7 @@ MAX_DRIFT = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.2}
 # The same limit if GEMMs quantise their activations to e4m3.  With it, the difference of 12 models of 2 to 30 layers on
 # a CPU was 0.02 to 0.21, and of one model of 48 layers with large random weights 0.35.  Unrelated logits differ by 1
 # and more.  So this limit finds only gross errors.
-MAX_DRIFT_OF_ROUNDED_INPUTS = 0.6
+MAX_DRIFT_OF_QUANTISED_ACTIVATIONS = 0.6
 # Attention keywords that change nothing here: dropout is for training, the others are handled or describe the batch.
 HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits", "position_embeddings"}
 
@@ -262,11 +262,13 @@ def drift_of(logits: Tensor, wanted: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def prove_served(module: PreTrainedModel, proof: Proof, block_size: int = 16, *, rounds_inputs: bool = False) -> None:
+def prove_served(
+    module: PreTrainedModel, proof: Proof, block_size: int = 16, *, quantises_activations: bool = False
+) -> None:
     """Compute the probe's tokens as a step does, with swapped submodules, our attention and a KV cache.
 
-    rounds_inputs: GEMMs quantise their activations to e4m3; the probe does not.  Raises UnsupportedModel if the step
-    fails, or if its logits are not finite or differ from the probe's."""
+    quantises_activations: GEMMs quantise their activations to e4m3; the probe does not.  Raises UnsupportedModel if the
+    step fails, or if its logits are not finite or differ from the probe's."""
     kind, device = module.config.model_type, module.device
     caches = allocate(proof.layers, 2, block_size, module.dtype, device)
 
@@ -297,6 +299,6 @@ def prove_served(module: PreTrainedModel, proof: Proof, block_size: int = 16, *,
         raise UnsupportedModel(f"{kind}: as it would be served some of its logits are not finite")
     # Rounding grows with depth, and may change the expert of a token in a mixture: so the median token decides.
     each = (logits.float() - proof.logits[0].float()).abs().amax(1) / proof.logits.float().abs().max()
-    most = MAX_DRIFT_OF_ROUNDED_INPUTS if rounds_inputs else MAX_DRIFT[module.dtype]
+    most = MAX_DRIFT_OF_QUANTISED_ACTIVATIONS if quantises_activations else MAX_DRIFT[module.dtype]
     if not (drift := each.median()) < most:
         raise UnsupportedModel(f"{kind}: as it would be served its logits differ from the model's own ({drift:.0e})")

@@ -15,15 +15,15 @@ log = logging.getLogger("quire.engine.executor.ops")
 
 @dataclass(frozen=True)
 class Fp8:
-    """An fp8 weight on a Hopper GPU: `numbers` * scale[:, None], or each 128 x 128 block times its scale."""
+    """An fp8 weight on a Hopper GPU: `values` * scale[:, None], or each 128 x 128 block times its scale."""
 
-    numbers: torch.Tensor  # [out, in] float8_e4m3fn
+    values: torch.Tensor  # [out, in] float8_e4m3fn
     scale: torch.Tensor  # float32: [out], or [out / 128, in / 128]
 
     @property
     def rows(self) -> int:
         """Return `out`."""
-        return len(self.numbers)
+        return len(self.values)
 
 
 # `in` and `out` must be multiples of these, with a scale per row or per block.  Versions of torch differ in the layout
@@ -45,11 +45,11 @@ class Int4:
         return len(self.scale)
 
 
-def pack_int4_gpu(numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> Int4:
+def pack_int4_gpu(values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> Int4:
     """Pack an int4 weight for a GPU; arguments as for `pack_int4`, but in / groups is 32, 64, 96, ..
 
     Scales keep 11 bits.  Raises ValueError unless `in` and `out` are multiples of INT4_GPU_INNER and INT4_GPU_OUT."""
-    return Int4(*int4_layout.pack(numbers, scale, zero))
+    return Int4(*int4_layout.pack(values, scale, zero))
 
 
 INT4_GPU_INNER, INT4_GPU_OUT = int4_layout.INPUTS, int4_layout.ROWS
@@ -107,7 +107,7 @@ def linear(
         out = torch.empty(x.shape[0], size, dtype=dtype, device=x.device) if plus is None else plus
     rest = (bias, norm, eps, plus is not None, silu_mul, out)
     if isinstance(weight, Fp8):
-        torch.ops.quire.linear_fp8.default(x, weight.numbers, weight.scale, *rest)
+        torch.ops.quire.linear_fp8.default(x, weight.values, weight.scale, *rest)
     elif isinstance(weight, Int4):
         torch.ops.quire.linear_int4.default(x, weight.packed, weight.scale, *rest)
     else:

@@ -21,7 +21,7 @@ PRODUCT_ROWS = {16: 12, 8: 5}  # vector lanes -> kRows of csrc/cpu/product.cpp; 
 class Packed:
     """A weight [out, in] in the layout of `packed_linear`."""
 
-    numbers: torch.Tensor
+    values: torch.Tensor
     size: int  # out
     ordered: bool  # a row's bits do not depend on the batch
     float32_out: bool = False  # the result is not rounded to the weight's dtype
@@ -80,7 +80,7 @@ def tile_tokens(packed: Packed) -> int:
         return 1
     if packed.widen:
         return AMX_ROWS
-    lanes = packed_layout(packed.numbers.dtype)[0] // 2  # a strip has two vectors of columns
+    lanes = packed_layout(packed.values.dtype)[0] // 2  # a strip has two vectors of columns
     return PRODUCT_ROWS.get(lanes, 4)
 
 
@@ -95,7 +95,7 @@ def widened_rows() -> tuple[int, int] | None:
     return of_int8, of_int4
 
 
-def pack_int8(numbers: torch.Tensor, scale: torch.Tensor, *, ordered: bool = True, float32_out: bool = False) -> Packed:
+def pack_int8(values: torch.Tensor, scale: torch.Tensor, *, ordered: bool = True, float32_out: bool = False) -> Packed:
     """Pack the int8 weight values [out, in] times scale [out] float32 for `packed_linear` on a CPU.
 
     ordered: a row's bits must not depend on the batch.  If false, many rows of bfloat16 use weights dequantised to
@@ -105,19 +105,19 @@ def pack_int8(numbers: torch.Tensor, scale: torch.Tensor, *, ordered: bool = Tru
     inner / 65,000 * max |x| * max |weight|, before the last rounding.  Bits of a row do not depend on the batch, on
     threads or on the CPU.  Weights dequantised to bfloat16 are exact, x is not rounded, and sums are float32."""
     widen = not ordered and widened_rows() is not None
-    strips = _in_strips(numbers.view(torch.uint8) ^ 0x80)
+    strips = _in_strips(values.view(torch.uint8) ^ 0x80)
     columns = strips.shape[0] * strips.shape[2]
     padded = torch.nn.functional.pad(scale, (0, columns - len(scale)))
-    return Packed(strips, len(numbers), not widen, float32_out, widen, scale=padded)
+    return Packed(strips, len(values), not widen, float32_out, widen, scale=padded)
 
 
 INT4_BLOCK, INT4_LARGEST_GROUP = 32, 4096  # group size of int4 weights: divisor and maximum, in inputs
 
 
-def pack_int4(numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, *, ordered: bool = True) -> Packed:
+def pack_int4(values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, *, ordered: bool = True) -> Packed:
     """Pack an int4 weight, (number - zero) * scale in groups of consecutive inputs, for `packed_linear` on a CPU.
 
-    `numbers`  [out, in / 2] u8: columns 2 i and 2 i + 1 in the low and the high nibble of byte i
+    `values`  [out, in / 2] u8: columns 2 i and 2 i + 1 in the low and the high nibble of byte i
     scale    [out, groups] float32; in / groups is 32, 64, .. 4,096
     zero     [out, groups] u8, 0 to 15; None: 8
     ordered  as in `pack_int8`
@@ -127,12 +127,12 @@ def pack_int4(numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | N
     Bits of a row do not depend on the batch, on threads or on the CPU.  Weights dequantised to bfloat16 are rounded to
     it; then x is not rounded, and sums are float32."""
     widen = not ordered and widened_rows() is not None
-    columns, _ = torch.ops.quire.product_layout.default(numbers)
-    size, inner, together = len(numbers), 2 * numbers.shape[1], 4
-    strips = numbers.new_empty(-(-size // columns), inner // together, columns // 2, together)
+    columns, _ = torch.ops.quire.product_layout.default(values)
+    size, inner, together = len(values), 2 * values.shape[1], 4
+    strips = values.new_empty(-(-size // columns), inner // together, columns // 2, together)
     step = max(1, PACKED_AT_ONCE // (columns * inner))
     for first in range(0, len(strips), step):
-        rows = numbers[first * columns : (first + step) * columns]
+        rows = values[first * columns : (first + step) * columns]
         padded = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % columns))
         single = torch.stack([padded & 0xF, padded >> 4], -1)  # [padded, in / 2, 2]
         low, high = single.view(-1, 2, columns // 2, inner // together, together).unbind(1)
@@ -195,7 +195,7 @@ def packed_linear(
         size = packed.size // 2 if silu_mul else packed.size
         y = x.new_empty(x.shape[0], size, dtype=torch.float32 if packed.float32_out else None)
     torch.ops.quire.packed_linear.default(
-        x, packed.numbers, packed.scale, packed.zero, bias, norm, eps, silu_mul, packed.widen, plus, y
+        x, packed.values, packed.scale, packed.zero, bias, norm, eps, silu_mul, packed.widen, plus, y
     )
     return y
 
@@ -211,9 +211,9 @@ def _library_linear(
 ) -> torch.Tensor:
     y: torch.Tensor
     if plus is None:
-        y = torch.ops.mkldnn._linear_pointwise(x, packed.numbers, bias, "none", [], "")
+        y = torch.ops.mkldnn._linear_pointwise(x, packed.values, bias, "none", [], "")
     else:
-        y = torch.ops.mkldnn._linear_pointwise.binary(x, plus, packed.numbers, bias, "add")
+        y = torch.ops.mkldnn._linear_pointwise.binary(x, plus, packed.values, bias, "add")
     return y
 
 

@@ -127,37 +127,37 @@ def as_stored(how: Quantisation, parts: dict[str, Tensor]) -> Quantised:
     if how.format == "packed":
         rows, columns = parts["shape"].tolist()
         # Stored with an offset of half the range, so the sign bit is flipped.
-        numbers = (unpack(parts["packed"], 8)[:rows, :columns] ^ 0x80).view(torch.int8).contiguous()
+        values = (unpack(parts["packed"], 8)[:rows, :columns] ^ 0x80).view(torch.int8).contiguous()
     else:
-        numbers = parts["weight"]
+        values = parts["weight"]
     scale = parts["scale"].to(torch.float32)
     if how.strategy == "block":
-        return Quantised(numbers, scale.contiguous())
-    return Quantised(numbers, scale.reshape(-1).expand(len(numbers)).contiguous())
+        return Quantised(values, scale.contiguous())
+    return Quantised(values, scale.reshape(-1).expand(len(values)).contiguous())
 
 
 def _four_bits(how: Quantisation, parts: dict[str, Tensor]) -> Quantised:
     zero: Tensor | None = None
     if how.format == "packed":
-        numbers, scale = parts["packed"].contiguous().view(torch.uint8), parts["scale"]
-        if parts["shape"].tolist() != [len(numbers), 2 * numbers.shape[1]]:
+        values, scale = parts["packed"].contiguous().view(torch.uint8), parts["scale"]
+        if parts["shape"].tolist() != [len(values), 2 * values.shape[1]]:
             raise ValueError(
                 f"its packed has shape {list(parts['packed'].shape)}, for a weight of {parts['shape'].tolist()}"
             )
         if "zero_point" in parts:
-            zero = unpack(parts["zero_point"].T, 4).T[: len(numbers)]
+            zero = unpack(parts["zero_point"].T, 4).T[: len(values)]
     else:
         zero, scale = _zeros_by_row(how, parts), parts["scales"].T
         if how.format == "awq":
             single = _in_order(unpack(parts["qweight"], 4)).T
-            numbers = single[:, ::2] | single[:, 1::2] << 4
+            values = single[:, ::2] | single[:, 1::2] << 4
         else:
-            numbers = parts["qweight"].T.contiguous().view(torch.uint8)
+            values = parts["qweight"].T.contiguous().view(torch.uint8)
     scale = scale.to(torch.float32)
-    if how.group == 0 and 2 * numbers.shape[1] > ops.INT4_LARGEST_GROUP:  # split into smaller groups with equal scales
-        groups = 2 * numbers.shape[1] // ops.INT4_BLOCK
+    if how.group == 0 and 2 * values.shape[1] > ops.INT4_LARGEST_GROUP:  # split into smaller groups with equal scales
+        groups = 2 * values.shape[1] // ops.INT4_BLOCK
         scale, zero = scale.expand(-1, groups), None if zero is None else zero.expand(-1, groups)
-    return Quantised(numbers.contiguous(), scale.contiguous(), None if zero is None else zero.contiguous())
+    return Quantised(values.contiguous(), scale.contiguous(), None if zero is None else zero.contiguous())
 
 
 def _fits_4_bits(how: Quantisation, shape: Shape) -> bool:
@@ -194,8 +194,8 @@ def stored_as(how: Quantisation, parts: Collection[str], dtype: str, shape: Shap
             return "int8" if "g_idx" not in parts else None
         if how.format == "scaled" and dtype == "I8":
             return "int8"
-        return "fp8" if how.format == "scaled" and how.rounds_inputs else None
-    return "fp8 blocks" if how.block == (BLOCK, BLOCK) and dtype == "F8_E4M3" and how.rounds_inputs else None
+        return "fp8" if how.format == "scaled" and how.quantises_activations else None
+    return "fp8 blocks" if how.block == (BLOCK, BLOCK) and dtype == "F8_E4M3" and how.quantises_activations else None
 
 
 def _dequantise_scaled(
@@ -214,10 +214,10 @@ def _dequantise_scaled(
     scale = scale.to(torch.float32).reshape(grid)
     for first, end in _pieces(rows, columns):
         at = torch.arange(first, end) // high
-        numbers = weight[first:end].to(torch.float32)
+        values = weight[first:end].to(torch.float32)
         if zero is not None:
-            numbers -= _widen(zero.to(torch.float32).reshape(grid)[at], wide, columns)
-        result[first:end] = numbers.mul_(_widen(scale[at], wide, columns))
+            values -= _widen(zero.to(torch.float32).reshape(grid)[at], wide, columns)
+        result[first:end] = values.mul_(_widen(scale[at], wide, columns))
     return result
 
 
@@ -241,10 +241,10 @@ def _dequantise_transposed(how: Quantisation, parts: dict[str, Tensor], dtype: t
     """Dequantise awq and gptq, which store the transpose of a weight."""
     words = parts["qweight"]
     if how.format == "awq":
-        numbers = _in_order(unpack(words, how.bits)).T.contiguous()
+        values = _in_order(unpack(words, how.bits)).T.contiguous()
     else:
-        numbers = unpack(words.T, how.bits)
-    return _grouped(how, numbers, _zeros_by_row(how, parts), parts["scales"].T, parts.get("g_idx"), dtype)
+        values = unpack(words.T, how.bits)
+    return _grouped(how, values, _zeros_by_row(how, parts), parts["scales"].T, parts.get("g_idx"), dtype)
 
 
 def _zeros_by_row(how: Quantisation, parts: dict[str, Tensor]) -> Tensor:
@@ -255,25 +255,25 @@ def _zeros_by_row(how: Quantisation, parts: dict[str, Tensor]) -> Tensor:
     return zero.T
 
 
-def _in_order(numbers: Tensor) -> Tensor:
+def _in_order(values: Tensor) -> Tensor:
     """Put the columns of awq in their order: u8 [r, c]."""
-    return numbers.view(len(numbers), -1, len(AWQ_ORDER))[..., AWQ_ORDER].flatten(1)
+    return values.view(len(values), -1, len(AWQ_ORDER))[..., AWQ_ORDER].flatten(1)
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """Return the values of int32 words [r, c], of 4 or 8 bits: u8 [r, c * 32 / bits]."""
     # Little endian on every supported CPU. Flat, because a single column may have any stride.
-    numbers = words.contiguous().view(-1).view(torch.uint8).view(len(words), -1)
+    values = words.contiguous().view(-1).view(torch.uint8).view(len(words), -1)
     if bits == 4:
-        numbers = torch.stack([numbers & 0xF, numbers >> 4], -1).flatten(1)
-    return numbers
+        values = torch.stack([values & 0xF, values >> 4], -1).flatten(1)
+    return values
 
 
 def _grouped(
-    how: Quantisation, numbers: Tensor, zero: Tensor, scale: Tensor, group: Tensor | None, dtype: torch.dtype
+    how: Quantisation, values: Tensor, zero: Tensor, scale: Tensor, group: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return (value - zero) * scale.  `numbers` u8 [out, in]; zero u8 and scale [out, groups]; group [in]."""
-    rows, columns = numbers.shape
+    """Return (value - zero) * scale.  `values` u8 [out, in]; zero u8 and scale [out, groups]; group [in]."""
+    rows, columns = values.shape
     wide, groups = how.group or columns, scale.shape[1]
     if group is None or int(group[0]) < 0:  # compressed-tensors fills it with -1 if it has no meaning
         group = None if columns % wide == 0 else torch.arange(columns) // wide
@@ -282,7 +282,7 @@ def _grouped(
     zero, scale = zero.to(torch.float32), scale.to(torch.float32)
     result = torch.empty(rows, columns, dtype=dtype)
     for first, end in _pieces(rows, columns):
-        piece = numbers[first:end].to(torch.float32)
+        piece = values[first:end].to(torch.float32)
         if group is None:
             view = piece.view(end - first, groups, wide)
             view.sub_(zero[first:end, :, None]).mul_(scale[first:end, :, None])
@@ -303,26 +303,26 @@ def _dequantise_fp4(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dt
     if "global_scale" in parts:
         scale = scale / parts["global_scale"].to(torch.float32)
     rows, columns = len(packed), 2 * packed.shape[1]
-    values = torch.tensor(SIGNED_E2M1)
+    table = torch.tensor(SIGNED_E2M1)
     result = torch.empty(rows, columns, dtype=dtype)
     for first, end in _pieces(rows, columns):
         pair = packed[first:end]
-        numbers = values[torch.stack([pair & 0xF, pair >> 4], -1).flatten(1).to(torch.int32)]
-        result[first:end] = numbers.mul_(_widen(scale[first:end], how.group, columns))
+        values = table[torch.stack([pair & 0xF, pair >> 4], -1).flatten(1).to(torch.int32)]
+        result[first:end] = values.mul_(_widen(scale[first:end], how.group, columns))
     return result
 
 
 def dequantise_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return [experts, in, out], because gpt-oss multiplies by the transpose."""
     experts, out, groups, _ = blocks.shape
-    numbers = torch.tensor(SIGNED_E2M1, device=blocks.device)
+    values = torch.tensor(SIGNED_E2M1, device=blocks.device)
     result = torch.empty(experts, groups * 32, out, dtype=dtype, device=blocks.device)
     for expert in range(experts):
         for first, end in _pieces(out, groups * 32):
             pair = blocks[expert, first:end]
             index = torch.stack([pair & 0xF, pair >> 4], -1).flatten(-2).to(torch.int32)
             power = scales[expert, first:end, :, None].to(torch.int32) - 127
-            result[expert, :, first:end] = torch.ldexp(numbers[index], power).flatten(1).T
+            result[expert, :, first:end] = torch.ldexp(values[index], power).flatten(1).T
     return result
 
 

@@ -38,7 +38,7 @@ def row_bytes(size: int) -> int:
 
 
 def refused_for_fp8(experts: Any) -> str:
-    """Return why our kernels cannot multiply by these experts in fp8; empty: they can."""
+    """Return why our kernels cannot compute these experts in fp8; empty: they can."""
     if reason := refusal(experts):
         return reason
     _, hidden, inner = experts.down_proj.shape
@@ -57,7 +57,7 @@ def stored_in_rows(how: Quantisation, parts: Collection[str], dtype: str, shape:
 
 
 def stored_rows(how: Quantisation, parts: dict[str, Tensor]) -> Tensor:
-    """Return the stored values and scales of one expert's weight [out, in] as rows, all exact."""
+    """Return the stored values and scales of one expert's weight [out, in] as rows, unchanged."""
     values, scale = parts["weight"], parts["scale"].to(torch.float32)
     rows, size = values.shape
     if how.strategy == "block":
@@ -78,7 +78,7 @@ def rounded_rows(weight: Tensor) -> Tensor:
     rows = torch.empty(*weight.shape[:2], row_bytes(weight.shape[2]), dtype=torch.uint8, device=weight.device)
     for place, expert in zip(rows, weight, strict=True):
         rounded = Quantised.of(expert, torch.float8_e4m3fn)
-        place.copy_(joined_rows(rounded.numbers, rounded.scale[:, None].expand(-1, weight.shape[2] // ops.TILE)))
+        place.copy_(joined_rows(rounded.values, rounded.scale[:, None].expand(-1, weight.shape[2] // ops.TILE)))
     return rows
 
 
@@ -108,7 +108,7 @@ class StoredFp8:
         return result
 
     def packed(self, *, gate_up: bool) -> ops.PackedRows:
-        """Return the weight as `ops.experts` takes it."""
+        """Return the weight in the format of `ops.experts`."""
         return ops.pack_fp8(*self._parts())
 
     def to(self, move: Callable[[Tensor], Tensor]) -> Self:

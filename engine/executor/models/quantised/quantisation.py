@@ -51,7 +51,7 @@ class Quantisation:
     group: int = 0  # columns; 0: all of a row
     block: tuple[int, int] = (0, 0)  # rows and columns
     zero_shift: int = 0  # added to a stored zero point
-    rounds_inputs: bool = False  # activations are quantised to 8 bits, too
+    quantises_activations: bool = False  # activations are quantised to 8 bits, too
     ignored: tuple[str, ...] = ()  # names of modules that are not quantised; "re:": a regular expression
     demanded: frozenset[str] = frozenset()  # required kinds of stored tensors per weight, besides those of the format
 
@@ -135,8 +135,10 @@ def _read_fp8(described: dict[str, Any]) -> Quantisation:
     ignored = described.get("modules_to_not_convert") or described.get("ignored_layers") or ()
     block, rounds = described.get("weight_block_size"), bool(described.get("activation_scheme", "dynamic"))
     if block is None:
-        return Quantisation("fp8", "scaled", "tensor", 8, ignored=tuple(ignored), rounds_inputs=rounds)
-    return Quantisation("fp8", "scaled", "block", 8, block=_pair(block), ignored=tuple(ignored), rounds_inputs=rounds)
+        return Quantisation("fp8", "scaled", "tensor", 8, ignored=tuple(ignored), quantises_activations=rounds)
+    return Quantisation(
+        "fp8", "scaled", "block", 8, block=_pair(block), ignored=tuple(ignored), quantises_activations=rounds
+    )
 
 
 def _read_compressed(described: dict[str, Any]) -> Quantisation:
@@ -171,7 +173,7 @@ def _read_compressed(described: dict[str, Any]) -> Quantisation:
         group=_positive(group) if strategy == "group" else 0,
         block=_pair(block) if strategy == "block" else (0, 0),
         ignored=ignored,
-        rounds_inputs=all(group.get("input_activations") for group in groups),
+        quantises_activations=all(group.get("input_activations") for group in groups),
         demanded=demanded,
     )
 
@@ -212,7 +214,7 @@ def _read_modelopt(described: dict[str, Any]) -> Quantisation:
         parts = frozenset({"scale_2"})
         return Quantisation("modelopt", "fp4", "group", 4, group=group, ignored=patterns, demanded=parts)
     strategy = MODELOPT_STRATEGIES[algorithm]
-    return Quantisation("modelopt", "scaled", strategy, 8, ignored=patterns, rounds_inputs=True)
+    return Quantisation("modelopt", "scaled", strategy, 8, ignored=patterns, quantises_activations=True)
 
 
 def _read_awq(described: dict[str, Any]) -> Quantisation:

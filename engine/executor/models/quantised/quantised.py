@@ -1,8 +1,8 @@
 """Weights that stay quantised while they are served: int8 or e4m3 with a scale per row or block, or int4.
 
-    a float weight [out, in] ── Quantised.of ──> numbers [out, in] int8 or e4m3, scale [out] float32
-                                                 4 bits: numbers [out, in / 2], scale and zero [out, in / 32]
-    stored e4m3 in blocks    ── as it is ──────> numbers [out, in] e4m3, scale [out / 128, in / 128] float32
+    a float weight [out, in] ── Quantised.of ──> values [out, in] int8 or e4m3, scale [out] float32
+                                                 4 bits: values [out, in / 2], scale and zero [out, in / 32]
+    stored e4m3 in blocks    ── as it is ──────> values [out, in] e4m3, scale [out / 128, in / 128] float32
     q, k, v of one input     ── Quantised.join ─> one weight, row after row
 
 `QuantisedLinear` replaces nn.Linear in a transformers model (quantising.py), so that the probe computes with the served
@@ -40,19 +40,19 @@ class Scales(NamedTuple):
 
 @dataclass(frozen=True)
 class Quantised:
-    """A weight [out, in]: `numbers` * scale[:, None], or each block of 128 x 128 times its scale.
+    """A weight [out, in]: `values` * scale[:, None], or each block of 128 x 128 times its scale.
 
     int4: (number - zero) * scale, with a zero and a scale per group of consecutive inputs."""
 
-    numbers: Tensor  # [out, in], int8 or float8_e4m3fn; int4: uint8 [out, in / 2], first in the low nibble
+    values: Tensor  # [out, in], int8 or float8_e4m3fn; int4: uint8 [out, in / 2], first in the low nibble
     scale: Tensor  # float32: [out]; e4m3 in blocks: [out / 128, in / 128]; int4: [out, groups]
     zero: Tensor | None = None  # int4: uint8 [out, groups]; None: all are 8
 
     @property
     def shape(self) -> tuple[int, int]:
         """Shape of the weight: [out, in]."""
-        out, columns = self.numbers.shape
-        return out, columns * 8 // BITS[self.numbers.dtype]
+        out, columns = self.values.shape
+        return out, columns * 8 // BITS[self.values.dtype]
 
     @property
     def scales(self) -> Scales:
@@ -77,17 +77,17 @@ class Quantised:
         largest = torch.cat([weight[piece].to(torch.float32).abs().amax(1) for piece in _pieces(weight)])
         scale = (largest if largest_of_rows is None else largest_of_rows(largest)) / LARGEST[dtype]
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # a row of zeros
-        numbers = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+        values = torch.empty(weight.shape, dtype=dtype, device=weight.device)
         for piece in _pieces(weight):
             shrunk = weight[piece].to(torch.float32) / scale[piece, None]
-            numbers[piece] = (shrunk.round_() if dtype == torch.int8 else shrunk).to(dtype)
-        return cls(numbers, scale)
+            values[piece] = (shrunk.round_() if dtype == torch.int8 else shrunk).to(dtype)
+        return cls(values, scale)
 
     @classmethod
     def _of_4_bits(cls, weight: Tensor) -> Self:
         rows, columns = weight.shape
         groups = columns // ops.INT4_BLOCK
-        numbers = torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.device)
+        values = torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.device)
         scales = torch.empty(rows, groups, device=weight.device)
         zeros = torch.empty(rows, groups, dtype=torch.uint8, device=weight.device)
         for rows_of_piece in _pieces(weight):
@@ -99,9 +99,9 @@ class Quantised:
             scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # a group of zeros
             zero = (low / -scale).round_()
             found = (piece / scale[..., None]).round_().add_(zero[..., None]).clamp_(0, 15).to(torch.uint8).flatten(1)
-            numbers[rows_of_piece] = found[:, ::2] | found[:, 1::2] << 4
+            values[rows_of_piece] = found[:, ::2] | found[:, 1::2] << 4
             scales[rows_of_piece], zeros[rows_of_piece] = scale, zero
-        return cls(numbers, scales, zeros)
+        return cls(values, scales, zeros)
 
     @staticmethod
     def join(parts: Iterable[Quantised]) -> Quantised:
@@ -112,27 +112,27 @@ class Quantised:
         if len(parts) == 1:
             return parts[0]
         # Bytes, because torch does not join e4m3 on every device.
-        numbers = torch.cat([part.numbers.view(torch.uint8) for part in parts]).view(parts[0].numbers.dtype)
-        if numbers.dtype != torch.uint8:
-            return Quantised(numbers, torch.cat([part.scale for part in parts]))
+        values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(parts[0].values.dtype)
+        if values.dtype != torch.uint8:
+            return Quantised(values, torch.cat([part.scale for part in parts]))
         groups = math.lcm(*(part.scale.shape[1] for part in parts))
         scales = [part.scale.repeat_interleave(groups // part.scale.shape[1], 1) for part in parts]
         if all(part.zero is None for part in parts):
-            return Quantised(numbers, torch.cat(scales))
+            return Quantised(values, torch.cat(scales))
         zeros = [
             torch.full_like(part.scale, MIDDLE, dtype=torch.uint8) if part.zero is None else part.zero for part in parts
         ]
         return Quantised(
-            numbers,
+            values,
             torch.cat(scales),
             torch.cat([zero.repeat_interleave(groups // zero.shape[1], 1) for zero in zeros]),
         )
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in], computed in float32 and rounded once."""
-        result = torch.empty(self.shape, dtype=dtype, device=self.numbers.device)
-        widen = self._widened_4_bits if self.numbers.dtype == torch.uint8 else self._widened_8_bits
-        for rows in _pieces(self.numbers):
+        result = torch.empty(self.shape, dtype=dtype, device=self.values.device)
+        widen = self._widened_4_bits if self.values.dtype == torch.uint8 else self._widened_8_bits
+        for rows in _pieces(self.values):
             result[rows] = widen(rows)
         return result
 
@@ -142,18 +142,18 @@ class Quantised:
             scale = self.scale[blocks].repeat_interleave(BLOCK, 1)
         else:
             scale = self.scale[rows, None]
-        return self.numbers[rows].to(torch.float32).mul_(scale)
+        return self.values[rows].to(torch.float32).mul_(scale)
 
     def _widened_4_bits(self, rows: slice) -> Tensor:
-        numbers, scale = self.numbers[rows], self.scale[rows, :, None]
-        wide = torch.stack([numbers & 0xF, numbers >> 4], -1).to(torch.float32)
+        values, scale = self.values[rows], self.scale[rows, :, None]
+        wide = torch.stack([values & 0xF, values >> 4], -1).to(torch.float32)
         groups = wide.view(*scale.shape[:2], -1)
         groups.sub_(MIDDLE if self.zero is None else self.zero[rows, :, None]).mul_(scale)
         return groups.flatten(1)
 
     def to(self, move: Callable[[Tensor], Tensor]) -> Self:
         """Return the weight with `move` applied to all its tensors."""
-        return type(self)(move(self.numbers), move(self.scale), None if self.zero is None else move(self.zero))
+        return type(self)(move(self.values), move(self.scale), None if self.zero is None else move(self.zero))
 
 
 def _pieces(weight: Tensor) -> Iterator[slice]:

@@ -86,7 +86,7 @@ ROUNDED: dict[Kept, Kind] = {"int8": "int8", "fp8": "fp8", "fp8 blocks": "fp8", 
 
 
 def _units(kind: Kept, device: torch.device) -> tuple[int, int]:
-    """Return the numbers of which the sizes (in, out) of a layer must be multiples."""
+    """Return the values of which the sizes (in, out) of a layer must be multiples."""
     if kind == "int4":
         return (ops.INT4_BLOCK, 1) if device.type == "cpu" else (ops.INT4_GPU_INNER, ops.INT4_GPU_OUT)
     if kind == "fp8 blocks":
@@ -145,7 +145,7 @@ class Awaiting(nn.Module):
         if name == "weight" and value.device.type != "meta" and value.dtype != self.dtype:
             quantised = Quantised.of(value.to(self.to_device), self.dtype, self.largest_of_rows)
             self.scales = quantised.scales
-            value = nn.Parameter(quantised.numbers, requires_grad=False)
+            value = nn.Parameter(quantised.values, requires_grad=False)
             value._is_hf_initialized = True  # else transformers would initialise it at random
         super().__setattr__(name, value)
 
@@ -193,7 +193,7 @@ class Quantising:
         self._ranks, self._divided = ranks, frozenset(modules)
 
     @property
-    def rounds_inputs(self) -> bool:
+    def quantises_activations(self) -> bool:
         """Whether GEMMs quantise their activations to e4m3 in steps of many tokens."""
         if self._device.type == "cpu":
             return False
@@ -311,7 +311,7 @@ class Quantising:
                     assert scales is not None
                     weight = Quantised(child.weight.detach(), *scales)
                     quantised += math.prod(weight.shape)
-                    bits.add(BITS[weight.numbers.dtype])
+                    bits.add(BITS[weight.values.dtype])
                     setattr(parent, name, QuantisedLinear(weight, child.bias, child.served_dtype))
         total = quantised + sum(parameter.numel() for parameter in model.parameters())
         on_gpu = self.kind == "fp8" or (self.kind == "int4" and self._device.type != "cpu")

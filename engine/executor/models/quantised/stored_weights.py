@@ -93,7 +93,7 @@ class QuantisedWeight:
         if self.module in self.quantising.kept:
             quantised = Quantised.join([self._stored(where) for where in pieces])
             self.quantising.scales[self.module] = quantised.scales
-            return quantised.numbers
+            return quantised.values
         made = [self._plain(where) for where in pieces]
         return self.cut.join(made) if self.cut else made[0]
 
@@ -119,7 +119,7 @@ class QuantisedWeight:
         if self.how.bits == 4:  # `exact_modules` keeps shards at group borders
             rows = inner[:1]
             return quantised.to(lambda tensor: tensor[rows].contiguous())
-        return Quantised(quantised.numbers[inner].contiguous(), quantised.scale[inner[:1]].contiguous())
+        return Quantised(quantised.values[inner].contiguous(), quantised.scale[inner[:1]].contiguous())
 
 
 class StoredWeights:
@@ -135,13 +135,13 @@ class StoredWeights:
             self._sort(name, stored)
         plain = {name: tensors[name] for name in self._plain}
         check_plain(plain, config, ", and its scales are not in the weight files")
-        self._numbers: dict[str, tuple[str, Shape]] = {}  # dtype and shape of each weight's stored values
+        self._stored_values: dict[str, tuple[str, Shape]] = {}  # dtype and shape of each weight's stored values
         self._shapes: dict[str, Shape] = {}  # shape per tensor of the model
         for weight, parts in self._weights.items():
             self._check(weight, parts)
             named = [parts[part] for part in ("weight", "packed", "qweight") if part in parts]
             first = tensors[named[0] if named else min(parts.values())]
-            self._numbers[weight] = first.dtype, first.shape
+            self._stored_values[weight] = first.dtype, first.shape
             self._shapes[weight] = shape_of(how, {part: tensors[name].shape for part, name in parts.items()})
         self._shapes |= {name: tensors[name].shape for name in self._plain}
         self.sizes: dict[str, int] = defaultdict(int)  # bytes to read for each tensor of the model
@@ -203,7 +203,7 @@ class StoredWeights:
         (act-order) are excluded, so this reads each g_idx."""
         found: dict[str, Kept] = {}
         for weight, parts in self._weights.items():
-            kind = stored_as(self.how, parts, *self._numbers[weight])
+            kind = stored_as(self.how, parts, *self._stored_values[weight])
             if kind is None or not self._divides(kind, cuts.get(weight), self._shapes[weight]):
                 continue
             if kind == "int4" and (name := parts.get("g_idx")):
@@ -218,7 +218,7 @@ class StoredWeights:
         return {
             weight.removesuffix(".weight")
             for weight, parts in self._weights.items()
-            if weight not in cuts and stored_in_rows(self.how, parts, *self._numbers[weight])
+            if weight not in cuts and stored_in_rows(self.how, parts, *self._stored_values[weight])
         }
 
     def _divides(self, kind: Kept, cut: Cut | None, shape: Shape) -> bool:

@@ -21,7 +21,7 @@ from quire.engine.executor.attention import NAME
 from quire.engine.executor.errors import UnsupportedModel, one_line
 from quire.engine.executor.kv_cache import Caches, KVShape, allocate
 from quire.engine.executor.models.fused import Forward
-from quire.engine.executor.models.probe import FIRST, MAX_DRIFT, MAX_DRIFT_OF_ROUNDED_INPUTS, PROBE, Probe
+from quire.engine.executor.models.probe import FIRST, MAX_DRIFT, MAX_DRIFT_OF_QUANTISED_ACTIVATIONS, PROBE, Probe
 from quire.engine.executor.models.recurrent.states import States, StateShape
 from quire.engine.executor.step_tensors import AttentionPlans, StepTensors
 
@@ -74,13 +74,14 @@ def prove_recurrent(
     shapes: list[StateShape],
     block_size: int = 32,
     *,
-    rounds_inputs: bool = False,
+    quantises_activations: bool = False,
 ) -> None:
     """Compute the probe's tokens with our modules, in each of the ways above.
 
-    rounds_inputs: as in `prove_served`.  Raises UnsupportedModel if a step fails or its logits are not the probe's."""
+    quantises_activations: as in `prove_served`.  Raises UnsupportedModel if a step fails, or if its logits are not the
+    probe's."""
     kind, count, first = model.config.model_type, CHUNK * CHUNKS, FIRST
-    most = MAX_DRIFT_OF_ROUNDED_INPUTS if rounds_inputs else MAX_DRIFT[model.dtype]
+    most = MAX_DRIFT_OF_QUANTISED_ACTIVATIONS if quantises_activations else MAX_DRIFT[model.dtype]
 
     def fresh() -> tuple[States, Caches]:
         states = States(shapes, 3, 0, model.dtype, model.device)
