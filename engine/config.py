@@ -159,6 +159,16 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             "more coarsely; scales of a checkpoint that was calibrated for it are used."
         ),
     ] = "auto"
+    window_groups: Annotated[
+        Literal["auto", "on", "off"],
+        Meta(
+            description="Whether layers with a sliding window have block tables of their own and free the KV blocks of "
+            "tokens before the window. Long sequences then take less memory. Blocks for the windows of all sequences "
+            "are reserved, so fewer short sequences may fit. on: also on a GPU; several ranks and recurrent layers are "
+            "then refused. off: every layer keeps all tokens. auto: on for a CPU, off on a GPU, with several ranks and "
+            "with recurrent layers."
+        ),
+    ] = "auto"
     max_model_len: Annotated[
         int,
         Meta(

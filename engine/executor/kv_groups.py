@@ -9,7 +9,7 @@ from windows and slots, so they are allocated first.  With less memory fewer seq
 each is four windows long.  In these cases one block table serves all layers:
 
   * layers are of one kind, or a window is as long as the longest sequence
-  * on a GPU, with several ranks, and with recurrent layers
+  * with several ranks, with recurrent layers, and on a GPU unless `window_groups` is on
   * memory is so small that window blocks would leave no more tokens for the other layers than one table does
 """
 
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from quire.engine.config import EngineConfig
 from quire.engine.core.plan import WindowGroup
+from quire.engine.executor.errors import ModelLoadError
 from quire.engine.executor.grouped_swap import GroupedSwap
 from quire.engine.executor.kv_cache import GIB, Caches, KVShape, WindowBlocks, by_shape
 from quire.engine.executor.swap import Swap
@@ -55,6 +56,20 @@ class KVMemory(NamedTuple):
     token_bytes: int  # bytes per token of the first group's layers
     windows: list[WindowGroup]  # the other groups
     shapes: list[list[list[Tensor]]]  # per group, lists of tensors of one shape: one call moves their blocks
+
+
+def grouping_windows(option: str, windows: Sequence[int], on_gpu: bool, ranks: int, recurrent: bool) -> Sequence[int]:
+    """Return the windows by which layers are grouped; empty: one block table serves all layers.
+
+    option: `window_groups`.  Raises ModelLoadError if it is on where groups are not supported."""
+    why_not = "the model has recurrent layers" if recurrent else ""
+    if ranks > 1:
+        why_not = f"tensor_parallel is {ranks}"
+    if option == "on" and why_not:
+        raise ModelLoadError(
+            f"window_groups is on and {why_not}: all layers then share one block table; set it to auto"
+        )
+    return () if option == "off" or why_not or (option == "auto" and on_gpu) else windows
 
 
 def group_layers(layers: list[KVShape], windows: Sequence[int], itemsize: int, longest: int) -> list[KVGroup]:

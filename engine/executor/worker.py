@@ -39,6 +39,7 @@ from quire.engine.executor.kv_groups import (
     block_ids,
     divide_layers,
     group_layers,
+    grouping_windows,
     report,
     shapes_by_group,
     swap_for,
@@ -186,8 +187,8 @@ class Worker:
         """Allocate the KV cache, host memory for swapped blocks, and the batch's tensors.  Raises NotEnoughMemory."""
         config, model = self._config, self._loaded
         kv_dtype = KV_DTYPES.get(config.kv_dtype, model.dtype)
-        # On a GPU, with several ranks and with recurrent layers one block table serves all layers.
-        known = () if self._gpu or self._ranks.size > 1 or self._states else model.windows
+        where = self._gpu, self._ranks.size, self._states is not None
+        known = grouping_windows(config.window_groups, model.windows, *where)
         available = cache_bytes(
             self.device,
             kv_memory_gib=config.kv_memory_gib,

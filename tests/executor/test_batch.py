@@ -206,7 +206,7 @@ def kv_indices(step: StepTensors) -> list[list[int]]:
 
 
 def test_each_window_group_has_its_own_tables_and_indices() -> None:
-    """Slot 1 decodes at position 8 while slot 4 computes positions 14 to 17; block ids tell the group of an edit."""
+    """Slot 1 decodes at position 8 while slot 4 computes positions 14 to 17; block ids show the group of an edit."""
     b = batch(WINDOWS)
     edits = [(1, 0, 33), (1, 0, 52)]
     finish(b, begun(b, StepPlan(1, starts=[Start(1, [7])], slices=[Slice(1, 0, [9] * 8, SAMPLER)], edits=edits)), [8])

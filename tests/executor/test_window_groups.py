@@ -12,8 +12,9 @@ import pytest
 from quire.engine.config import EngineConfig
 from quire.engine.core.plan import WindowGroup
 from quire.engine.executor import loading
+from quire.engine.executor.errors import ModelLoadError
 from quire.engine.executor.kv_cache import KVShape
-from quire.engine.executor.kv_groups import KVGroup, blocks_held, divide, group_layers, held_share
+from quire.engine.executor.kv_groups import KVGroup, blocks_held, divide, group_layers, grouping_windows, held_share
 from quire.engine.llm import LLM
 from quire.engine.tools.models import GREEDY, model_class, own_texts, prompts
 from quire.engine.tools.tiny_checkpoints import VOCAB
@@ -114,14 +115,13 @@ def test_a_killed_engines_request_resumes_from_its_tokens(windowed: Windowed) ->
     other.close()
 
 
-def test_beams_have_the_answers_of_one_table(windowed: Windowed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beams_have_the_answers_of_one_table(windowed: Windowed) -> None:
     request = Generate("b", "g", prompts()[1], 30, Sampling(ignore_eos=True), FOREVER_MS, n=2, beams=Beams(3))
     llm = serve(windowed("gpt_oss"))
     found = answer(llm, request)
     assert llm.executor.info.windows
     llm.close()
-    monkeypatch.setattr("quire.engine.executor.kv_groups.divide", lambda *_, **__: [])
-    plain = serve(windowed("gpt_oss"))
+    plain = serve(windowed("gpt_oss"), window_groups="off")
     assert not plain.executor.info.windows
     assert answer(plain, request) == found
     plain.close()
@@ -192,6 +192,25 @@ def test_little_memory_is_divided_for_sequences_of_four_windows(memory: int, seq
     full = (memory // (16 * 24_576)) - window.blocks
     assert full > memory // (2 * 16 * 24_576)
     assert blocks_held(window, 8192, 16) == 9 == WindowGroup(128, 0).blocks_per_sequence(16, 8192)
+
+
+def test_a_gpu_groups_layers_only_if_asked() -> None:
+    windows = [24, 0]
+    found = {
+        (option, on_gpu): grouping_windows(option, windows, on_gpu=on_gpu, ranks=1, recurrent=False)
+        for option in ("auto", "on", "off")
+        for on_gpu in (False, True)
+    }
+    grouped = [("auto", False), ("on", False), ("on", True)]
+    assert [case for case, kept in found.items() if kept == windows] == grouped
+    assert grouping_windows("auto", windows, on_gpu=False, ranks=2, recurrent=False) == ()
+    with pytest.raises(ModelLoadError, match=r"window_groups is on and tensor_parallel is 2: .*; set it to auto"):
+        grouping_windows("on", windows, on_gpu=False, ranks=2, recurrent=False)
+
+
+def test_a_recurrent_model_refuses_window_groups(windowed: Windowed) -> None:
+    with pytest.raises(ModelLoadError, match="window_groups is on and the model has recurrent layers"):
+        serve(windowed("lfm2"), window_groups="on")
 
 
 def test_too_little_memory_for_windows_leaves_one_table() -> None:
