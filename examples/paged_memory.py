@@ -27,7 +27,7 @@ class BlockTables:
         return self.tables[name]
 
     def append(self, name: str) -> tuple[int, int] | None:
-        """Make room for one more token.  Return (from block, to block) if the last block has to be copied first.
+        """Allocate a slot for one more token.  Return (from block, to block) if the last block has to be copied first.
 
         It has to where another sequence shares it: copy on write.  Raises OutOfBlocks, changing nothing."""
         table, place = self.tables[name], self.lengths[name] % self.pool.block_size

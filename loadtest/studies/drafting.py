@@ -173,7 +173,7 @@ def race(llms: Sequence[LLM], prompts: list[list[int]], temperature: float, new:
     turns = runs
     while turns := [
         one
-        for one in reversed(turns)  # which engine steps first alternates
+        for one in reversed(turns)  # the engine that steps first alternates
         if one.waiting or (one.llm.unfinished and (ramp or one.tokens < new * len(prompts)))
     ]:
         for one in turns:

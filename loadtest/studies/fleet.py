@@ -55,7 +55,7 @@ from quire.engine.wire.messages import Delta, EngineLoad, Generate, Sampling, To
 from quire.engine.wire.prefixes import PrefixReport, prefix_digests
 from quire.engine.wire.records import QueueBounds
 
-# An 8B model in bfloat16 on an H200: 4.06 ms per step with one sequence, 9.65 ms with 256; 23 us a prompt token.
+# An 8B model in bfloat16 on an H200: 4.06 ms per step with one sequence, 9.65 ms with 256; 23 us per prompt token.
 STEP = StepTime(fixed=0.00404, row=0.000022, prompt_token=0.000023)
 BLOCK = 16
 TARGET_MS = 1600  # maximum wait in the on-time lane (requests whose estimated wait meets the TTFT target)

@@ -159,7 +159,7 @@ def _nine_letters(given: str) -> str:
 
 
 def _split_calls(entries: list[Entry], dialect: Dialect) -> Iterator[Entry]:
-    """Yield the entries with messages split so that the template renders all calls and the content beside them."""
+    """Yield the entries with messages split so that the template renders all calls and their content."""
     at = 0
     while at < len(entries):
         message, origin = entries[at]

@@ -1,5 +1,5 @@
 /**
- * One answer: asks for it, reads its stream, resumes it where it broke off.
+ * One answer: requests it, reads its stream, resumes it after a lost connection.
  *
  *     waiting -> streaming <-> paused -> done | stopped | failed
  *
@@ -10,9 +10,9 @@
 import { ApiError, begin, cancel, resume } from "./api.js";
 import { events } from "./sse.js";
 
-const QUIET_MS = 1000; // a shorter silence is no pause
-const QUIET_GAPS = 8; // on a slow model: how many usual gaps a pause is
-const GIVE_UP_MS = 60_000; // the server keeps an ended answer for a minute
+const QUIET_MS = 1000; // minimum silence that counts as a pause
+const QUIET_GAPS = 8; // on a slow model: minimum pause as a multiple of the usual gap
+const GIVE_UP_MS = 60_000; // the server stores an ended answer for a minute
 const RETRY_MS = [100, 300, 1000, 2000];
 
 export function newAnswer(body) {
@@ -43,7 +43,7 @@ export function newAnswer(body) {
 
 export const isRunning = (answer) => ["waiting", "streaming", "paused"].includes(answer.state);
 
-/** Returns how long a silence counts as a pause. */
+/** Returns the minimum silence in ms that counts as a pause. */
 function quietMs(answer) {
 	const tokens = Math.max(...answer.choices.map((choice) => choice.tokens));
 	const first = Math.min(...answer.choices.map((choice) => choice.first ?? Infinity));
@@ -53,12 +53,12 @@ function quietMs(answer) {
 
 /** Reads the answer to its end, or until `abort`. Calls `changed` after each change. */
 export async function follow(answer, changed, abort) {
-	let why = answer.last ? "page reloaded" : null; // why the next silence was one
+	let why = answer.last ? "page reloaded" : null; // reason of the next pause
 	let lostAt = 0;
 	let tries = 0;
 	const clock = setInterval(() => {
 		if (answer.state === "streaming" && Date.now() - answer.heard > quietMs(answer)) answer.state = "paused";
-		changed(); // what counts down
+		changed(); // updates the countdown
 	}, 250);
 	try {
 		for (;;) {
@@ -70,7 +70,7 @@ export async function follow(answer, changed, abort) {
 					lostAt = tries = 0;
 					take(answer, event, why);
 					if (event.data !== undefined) why = null;
-					if (answer.state === "stopped") stop(answer, abort); // its id was unknown till now
+					if (answer.state === "stopped") stop(answer, abort); // its id was unknown until now
 					changed();
 					if (!isRunning(answer)) return;
 				}
@@ -91,7 +91,7 @@ export async function follow(answer, changed, abort) {
 	}
 }
 
-/** Ends an answer, at the server too. One that comes whole has no id yet; the server ends it a while after the client left. */
+/** Ends an answer, also in the server. A non-streaming one has no id yet; the server ends it after the client has left. */
 export function stop(answer, abort) {
 	answer.state = "stopped";
 	if (answer.requestId || !answer.body.stream) abort.abort();
@@ -134,7 +134,7 @@ function take(answer, event, why) {
 	}
 }
 
-/** Takes an answer that is not a stream. */
+/** Reads a non-streaming answer. */
 function takeWhole(answer, data) {
 	takeChoices(answer, data);
 	for (const choice of answer.choices) Object.assign(choice, { tokens: choice.logprobs.length, first: null });
@@ -149,7 +149,7 @@ function takeChoices(answer, { id, choices, usage }) {
 	answer.heard = now;
 }
 
-/** Marks a silence: before the text that ended it. */
+/** Records a pause before the text that ended it. */
 function markPause(answer, now, why) {
 	const ms = now - answer.heard;
 	if (!why && ms <= quietMs(answer)) return;
@@ -158,7 +158,7 @@ function markPause(answer, now, why) {
 	}
 }
 
-/** Adds what an event has of a choice. A whole answer has all of it, as `message`. */
+/** Adds an event's part of a choice. A non-streaming answer has all of it, as `message`. */
 function takeDelta(answer, into, { message, delta = message, logprobs, finish_reason: finish, score }, now) {
 	into.text += delta.content ?? "";
 	into.reasoning += delta.reasoning_content ?? "";
@@ -185,7 +185,7 @@ function countTokens(answer, id) {
 	answer.choices.forEach((choice, at) => (choice.tokens = Number(counts[at]) || choice.tokens));
 }
 
-/** Returns tokens a second after the first one, or null. */
+/** Returns tokens/s after the first token, or null. */
 export function tokensPerSecond(choice) {
 	const ms = choice.last - choice.first;
 	return choice.tokens > 1 && ms > 0 ? ((choice.tokens - 1) * 1000) / ms : null;

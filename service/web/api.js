@@ -1,8 +1,8 @@
-/** Calls of the public API. The page knows no other way to the server. */
+/** Calls of the public API, the page's only access to the server. */
 
 import { html, nothing } from "./vendor/lit-html-3.3.3.js";
 
-const KEY = "quire.key"; // in sessionStorage: no other tab reads it
+const KEY = "quire.key"; // key in sessionStorage, which no other tab can read
 const BASE = new URL(".", document.baseURI); // the page may be served under a path prefix
 
 /** A refusal, or no answer at all (status 0). `retryAfterS` may be missing. */
@@ -46,7 +46,7 @@ export async function models() {
 	return found.data.map((one) => one.id);
 }
 
-/** Begins an answer. A second call with the same key and body joins it. */
+/** Starts an answer. A second call with the same idempotency key and body joins it. */
 export function begin(body, idempotencyKey, signal) {
 	const headers = { "Content-Type": "application/json", "Idempotency-Key": idempotencyKey, "X-Resumable": "1" };
 	return call("v1/chat/completions", { method: "POST", body: JSON.stringify(body), headers, signal });

@@ -16,19 +16,19 @@ const stored = chats.restore();
 
 const state = {
 	chats: stored.chats.length ? stored.chats : [chats.newChat()],
-	chat: null, // the open one
+	chat: null, // the open chat
 	models: [],
 	model: "",
-	trouble: null, // why the models are not known: an error
-	panel: "", // the open one
+	trouble: null, // error of the request for the models
+	panel: "", // name of the open panel
 	theme: localStorage.getItem("quire.theme") ?? "auto",
 };
 state.chat = state.chats.find((chat) => chat.id === stored.open) ?? state.chats[0];
 const running = new Map(); // answer -> AbortController
 
-// -- drawing: at most once a frame, and at the bottom it stays at the bottom
+// -- drawing: at most once per frame; a page scrolled to its end stays there
 
-let frame = 0; // that is asked for
+let frame = 0; // id of the requested animation frame
 let atEnd = true;
 
 const changed = () => (frame ||= requestAnimationFrame(draw));
@@ -47,13 +47,13 @@ const act = {
 	redraw: changed,
 	copy: (text) => navigator.clipboard?.writeText(text),
 
-	/** Asks a question under the node `parent`. */
+	/** Adds a question under the node `parent` and requests its answer. */
 	ask(text, parent) {
 		if (!ready()) return;
 		act.answer(chats.add(state.chat, parent, { role: "user", text }).id);
 	},
 
-	/** Asks for an answer to the node `parent`; returns the new node. */
+	/** Requests an answer to the node `parent`; returns the new node. */
 	answer(parent, options) {
 		const { chat } = state;
 		const messages = chats.messages(chat, parent, settings.system);
@@ -73,7 +73,7 @@ const act = {
 
 function ready() {
 	if (!fault()) return true;
-	show("Settings", true); // where the fault is explained
+	show("Settings", true); // the panel that explains the error
 	return false;
 }
 
@@ -191,7 +191,7 @@ const page = () => html`
 
 function takeKey(event) {
 	setApiKey(event.target.elements.key.value.trim());
-	show(state.panel, true); // a stream that was refused is asked for again
+	show(state.panel, true); // requests a refused stream again
 	loadModels();
 }
 

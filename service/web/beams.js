@@ -1,15 +1,15 @@
-/** The answers of a beam search as a tree: what several begin with is drawn once. */
+/** The answers of a beam search as a tree: common beginnings are drawn once. */
 
 import { inLine, percent } from "./tokens.js";
 import { html, nothing } from "./vendor/lit-html-3.3.3.js";
 
-/** Returns the tokens of an answer without the one that ended it, which is no part of its text. */
+/** Returns the tokens of an answer without its end token, which is not in the text. */
 function tokensOf({ logprobs, text, finish }) {
 	const ended = finish === "stop" && !text.endsWith(logprobs.at(-1)?.token ?? "");
 	return ended ? logprobs.slice(0, -1) : logprobs;
 }
 
-/** Draws the tree. `end(choice, at)`: what stands at the end of an answer. */
+/** Draws the tree. `end(choice, at)`: returns the content after an answer. */
 export function beamTree(choices, end) {
 	const beams = choices.map((choice, at) => ({ end: end(choice, at), tokens: tokensOf(choice) }));
 	return html`<ul class="beams" aria-label="Beams">${branch(beams, 0)}</ul>`;
@@ -17,7 +17,7 @@ export function beamTree(choices, end) {
 
 const leaf = ({ end }) => html`<li>${end}</li>`;
 
-/** Draws beams that are equal up to the token `from`: what all of them have next, then a branch for each way to go on. */
+/** Draws beams that are equal up to the token `from`: their common next tokens, then a branch per different token. */
 function branch(beams, from) {
 	const [{ tokens }] = beams;
 	const shared = (at) => beams.every((beam) => beam.tokens[at]?.token === tokens[at].token);

@@ -10,17 +10,17 @@ import { html, nothing, render } from "./vendor/lit-html-3.3.3.js";
 const seconds = (ms) => `${(ms / 1000).toFixed(ms < 9950 ? 2 : 1)} s`;
 const left = (until) => Math.max(0, Math.ceil((until - Date.now()) / 1000));
 
-/** Draws a button. name: what it is called where its label is a sign. pressed: whether one that toggles is. */
+/** Draws a button. name: accessible name if the label is a symbol. pressed: state of a toggle button. */
 export const plain = (label, action, { name = nothing, pressed = nothing, title = nothing, disabled } = {}) =>
 	html`<button type="button" class="plain" aria-label=${name} aria-pressed=${pressed} title=${title} ?disabled=${disabled}
 		@click=${action}>${label}</button>`;
 
-// What is not stored: elements of nodes and of choices, open editors, token views.
+// State that is not stored: elements of nodes and of choices, open editors, token views.
 const elements = new WeakMap();
 const editing = new Set();
 const tokensOf = new Map(); // choice -> index of the token shown, or null
 
-/** Draws the shown branch of a chat. `act`: what the buttons do. */
+/** Draws the shown branch of a chat. `act`: actions of the buttons. */
 export function chatView(chat, act) {
 	const nodes = path(chat);
 	if (!nodes.length) return welcome();
@@ -106,7 +106,7 @@ function answers(chat, node, act) {
 	</section>`;
 }
 
-/** The picked answer of a beam search as text, and all of them as a tree. */
+/** Draws the picked answer of a beam search as text, and all answers as a tree. */
 function beams(node, act) {
 	const { answer } = node;
 	if (answer.state !== "done") return nothing;

@@ -39,7 +39,7 @@ export const answers = (chat) => Object.values(chat.nodes).flatMap(({ answer }) 
 
 export const title = (chat) => Object.values(chat.nodes)[0]?.text.slice(0, 60) || "New chat";
 
-/** Returns the chat up to and including the node `last`, as the API takes it. */
+/** Returns the chat up to and including the node `last`, in the API's format. */
 export function messages(chat, last, systemPrompt) {
 	const found = [];
 	for (let node = chat.nodes[last]; node; node = chat.nodes[node.parent]) {
@@ -83,7 +83,7 @@ export function flush() {
 
 export const saveList = (chats, open) => write(LIST, { ids: chats.map(({ id }) => id), open });
 
-/** Without room, token probabilities are left out; where that is not enough, the entry stays old. */
+/** If storage is full, token probabilities are omitted; if that is not enough, the old entry stays. */
 function write(name, value) {
 	for (const replacer of [null, (key, part) => (key === "logprobs" ? [] : part)]) {
 		try {

@@ -7,13 +7,13 @@ import { call } from "./api.js";
 import { events } from "./sse.js";
 
 export const KINDS = ["free", "cached", "owned", "shared"];
-const KEEP_S = 300; // of tokens/s
-const COUNTS = ["tokens", "jumped", "drafted", "accepted", "refused"]; // of all engines since their start
+const KEEP_S = 300; // seconds of tokens/s that are kept
+const COUNTS = ["tokens", "jumped", "drafted", "accepted", "refused"]; // counters of each engine since its start
 const AGAIN_MS = 2000;
 
 export const sum = (items, of) => items.reduce((all, item) => all + of(item), 0);
 
-/** Engines by name, lanes, [unix s, sums of COUNTS] once a second, and the ApiError that hides them. */
+/** Engines by name, lanes, [unix s, sums of COUNTS] once per second, and an ApiError, shown instead. */
 export const live = { engines: new Map(), lanes: {}, history: [], error: null };
 
 let abort = null;
@@ -40,13 +40,13 @@ async function follow(signal, changed) {
 			if (signal.aborted) return;
 			live.error = error;
 			changed();
-			if (error.status >= 400 && error.status < 429) return; // until another key is given
+			if (error.status >= 400 && error.status < 429) return; // wait for another key
 		}
 		await new Promise((done) => setTimeout(done, AGAIN_MS));
 	}
 }
 
-/** Applies an event. A full one replaces everything; a change keeps the fields it leaves out. */
+/** Applies an event. A full one replaces everything; a change keeps absent fields. */
 export function apply({ t, engines = [], lanes, full }) {
 	if (full) live.engines.clear();
 	for (const { cells, changed = [], seqs = [], gone = [], ...fields } of engines) {
@@ -60,7 +60,7 @@ export function apply({ t, engines = [], lanes, full }) {
 		for (const patch of changed) fill(engine, ...patch);
 		for (const name of gone) engine.seqs.delete(name);
 		for (const [name, ...rest] of seqs) {
-			const [keep, runs] = full ? [0, ...rest] : rest; // how many known runs stay
+			const [keep, runs] = full ? [0, ...rest] : rest; // number of known runs to keep
 			engine.seqs.set(name, [...(engine.seqs.get(name) ?? []).slice(0, keep), ...runs]);
 		}
 		live.engines.set(engine.engine, engine);
@@ -81,7 +81,7 @@ function remember(now) {
 	while (now - live.history[0][0] > KEEP_S) live.history.shift();
 }
 
-/** Returns [seconds ago, tokens a second], oldest first. An engine that restarted counts from 0. */
+/** Returns [seconds ago, tokens/s], oldest first. A restarted engine counts from 0. */
 export function rates() {
 	const end = live.history.at(-1)?.[0];
 	return live.history.slice(1).map(([at, tokens], before) => {

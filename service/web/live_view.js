@@ -1,17 +1,17 @@
-/** The engine panel: load figures, tokens a second, and every block of the KV-cache pool as a cell. */
+/** The engine panel: load, tokens/s, and every block of the KV-cache pool as a cell. */
 
 import { errorNote } from "./api.js";
 import { drafting, holders, KINDS, live, rates, sum, watch } from "./live.js";
 import { html, nothing } from "./vendor/lit-html-3.3.3.js";
 
-const GAP = 1; // pixels between cells, where a cell has room for it
+const GAP = 1; // pixels between cells, if cells are large enough
 const MAP_HEIGHT = 420; // pixels
-const LISTED = 12; // sequences
+const LISTED = 12; // maximum sequences in the list
 
 let wanted = false;
 let redraw = () => {};
-let panel = null; // as drawn last; null: something changed
-let pointed = null; // {engine, cell} or {engine, name}: what the reader points at
+let panel = null; // last drawing; null: outdated
+let pointed = null; // {engine, cell} or {engine, name} under the pointer
 const canvases = new Map(); // name of an engine, or "rate" -> canvas
 
 export function watchEngines(yes, changed) {

@@ -24,12 +24,12 @@ DOMPurify.addHook("afterSanitizeAttributes", (node) => {
 const ESCAPES = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;" };
 const escape = (text) => text.replace(/[&<>"']/g, (found) => ESCAPES[found]);
 
-// A pause is its number between two characters that no shown text keeps; likewise code that is set aside.
+// A pause is replaced by its number between two characters that shown text never has; code likewise.
 const PAUSE = /\uE000(\d+)\uE001/g;
 const ASIDE = /\uE002(\d+)\uE003/g;
 const clean = (text) => text.replace(/[\uE000-\uE003]/g, "\uFFFD");
 
-/** Returns the text with a sign behind each word at which the answer paused. */
+/** Returns the text with a mark behind each word at which the answer paused. */
 function withPauses(text, pauses) {
 	let found = "";
 	let from = 0;
@@ -54,7 +54,7 @@ export function showMarkdown(container, text, pauses = []) {
 		if (before[at] === block) return;
 		const node = document.createElement("div");
 		let html = toHtml(block);
-		for (const sign of block.match(PAUSE) ?? []) if (!html.includes(sign)) html += sign; // its line is not shown
+		for (const sign of block.match(PAUSE) ?? []) if (!html.includes(sign)) html += sign; // its line is hidden
 		html = html.replace(PAUSE, (_, number) => showPause(pauses[number]));
 		node.append(DOMPurify.sanitize(html, ALLOWED));
 		if (at < container.childElementCount) container.children[at].replaceWith(node);
@@ -69,7 +69,7 @@ const FENCE = /^ {0,3}(`{3,}|~{3,})/;
 /** Cuts a text at blank lines outside of code. */
 function split(text) {
 	const blocks = [[]];
-	let fence = null; // what ends the code
+	let fence = null; // closing fence of the open code block
 	for (const line of text.split("\n")) {
 		const mark = FENCE.exec(line)?.[1];
 		if (!fence && (mark || !line.trim())) blocks.push([]);

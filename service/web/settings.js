@@ -1,10 +1,10 @@
-/** What a request says besides its messages. Empty fields are not sent. */
+/** Fields of a request besides its messages. Empty fields are not sent. */
 
 import { html } from "./vendor/lit-html-3.3.3.js";
 
 const STORED = "quire.settings";
 
-// Steps. The server knows the limits, and says so.
+// Steps of the inputs. The server checks the limits.
 const NUMBERS = {
 	temperature: 0.1,
 	top_p: 0.05,
@@ -19,7 +19,7 @@ const NUMBERS = {
 	beam_width: 1,
 };
 const label = (name) => (name === "n" ? "Answers" : name[0].toUpperCase() + name.slice(1).replace("_", " "));
-const ALTERNATIVES = 5; // of each token, in the token view
+const ALTERNATIVES = 5; // alternatives per token in the token view
 
 export const settings = { system: "", stop: "", extra: "", logprobs: false, ...JSON.parse(sessionStorage.getItem(STORED) ?? "{}") };
 
@@ -31,7 +31,7 @@ export function requestBody(model, messages, { logprobs = settings.logprobs } = 
 	if (stop.length) body.stop = stop;
 	if (body.beam_width) {
 		body.n ??= body.beam_width;
-		Object.assign(body, { use_beam_search: true, logprobs: true }); // whole: a search has no stream
+		Object.assign(body, { use_beam_search: true, logprobs: true }); // a search is not streamed
 	} else {
 		Object.assign(body, { stream: true, stream_options: { include_usage: true } });
 		if (logprobs) Object.assign(body, { logprobs: true, top_logprobs: ALTERNATIVES });
@@ -45,7 +45,7 @@ function otherFields() {
 	return found;
 }
 
-/** Returns what is wrong with the other fields, or "". */
+/** Returns the error in the other fields, or "". */
 export function fault() {
 	try {
 		otherFields();
@@ -55,7 +55,7 @@ export function fault() {
 	}
 }
 
-/** Draws the fields. What is being typed is never written back. */
+/** Draws the fields. A field that has the focus is never overwritten. */
 export function settingsPanel(changed) {
 	const input = ({ target }) => {
 		settings[target.name] = target.type === "checkbox" ? target.checked : target.value;

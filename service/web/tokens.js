@@ -2,9 +2,9 @@
 
 import { html } from "./vendor/lit-html-3.3.3.js";
 
-const BITS = 6; // surprises beyond so many bits look alike
+const BITS = 6; // maximum bits of surprise with a colour of their own
 
-/** Surprise in whole bits: 0 for a probability over 1/2, 1 for over 1/4. */
+/** Surprise in bits, rounded down: 0 for a probability over 1/2, 1 for over 1/4. */
 const bits = (logprob) => Math.min(BITS - 1, Math.floor(-logprob / Math.LN2));
 
 export const percent = (logprob) => {
@@ -12,7 +12,7 @@ export const percent = (logprob) => {
 	return `${value >= 10 ? value.toFixed(0) : value.toPrecision(2)} %`;
 };
 
-/** A line break as a sign. */
+/** A line break as a symbol. */
 export const inLine = (token) => token.replace(/\n/g, "\u21B5");
 
 const visible = (token) => inLine(token).replace(/ /g, "\u2423").replace(/\t/g, "\u21E5") || "\u2205";

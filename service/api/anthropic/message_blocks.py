@@ -51,8 +51,8 @@ class ContentBlock(msgspec.Struct):
     text: str | None = None
     id: str | None = None
     name: str | None = None
-    tool_name: str | None = None  # of a tool_reference
-    input: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)  # of a tool_use; raw, to keep numbers' spelling
+    tool_name: str | None = None  # name in a tool_reference
+    input: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)  # input of a tool_use; raw, to keep numbers' spelling
     tool_use_id: str | None = None
     content: Any = None  # content of a tool_result, compaction or search_result: a string or blocks
     is_error: bool | None = None
