@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 TOPS = ("service", "engine", "loadtest")  # folders that are imported as quire.NAME
-# room -> the rooms of ours it may import.  A room is a dotted prefix below `quire`; its longest match counts.
+# folder -> our folders that it may import.  A folder is a dotted prefix below `quire`; its longest match counts.
 # Of the service a folder sees itself and the folders above it in this table, no others.
 SERVICE = {
     "service.config": {"engine.wire"},
@@ -71,7 +71,7 @@ MAY_SEE: dict[str, set[str]] = {
         "engine.tokenizers.ends",
         "engine.wire.messages",
     },
-    "engine": {"engine"},  # loop, __main__, offline: the rooms that put the others together
+    "engine": {"engine"},  # loop, __main__, offline: the folders that combine the others
     "grafana": {"grafana"},  # it knows metrics by name; that they exist is checked below
     # A client: it knows our programs and their output, nothing inside.
     "loadtest": LOADTEST,
@@ -80,10 +80,10 @@ MAY_SEE: dict[str, set[str]] = {
     # an engine that has more modes.
     "loadtest.studies": {"loadtest", "engine", "service.cli"},
     # Times single operators, which no client can: it calls them through the wrappers that the engine itself uses.
-    # Sums of ranks need the ranks.
+    # The all-reduce needs the ranks.
     "loadtest.kernels": {"loadtest", "engine.executor.ops", "engine.executor.ranks.ranks"},
 }
-# room -> heavy or impure packages it must not import.
+# folder -> heavy or impure packages that it must not import.
 MAY_NOT_USE: dict[str, set[str]] = {
     "service": {"torch", "numpy"},
     "engine.common": {"torch", "transformers", "aiohttp", "numpy"},

@@ -216,7 +216,7 @@ def test_a_request_that_runs_keeps_its_grammar() -> None:
     gate.take(request("r", "a"))
     gate.work()
     assert gate.store.counts.held == 1
-    gate.take(Abort("r", reassigned=True))  # another engine has it: no end will be told
+    gate.take(Abort("r", reassigned=True))  # another engine has it, so no end is reported
     assert gate.store.counts.held == 0
 
 

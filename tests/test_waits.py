@@ -25,7 +25,7 @@ WAITS = {  # functions whose `timeout`, or argument at this place, bounds a wait
     "wait_procs": 1,
 }
 BOUNDS = {"timeout", "total", "sock_read", "sock_connect"}
-PRODUCT = {  # time-outs of the product after which a test goes on otherwise
+PRODUCT = {  # timeouts of the product after which a test continues
     "body_timeout_s",
     "drain_s",
     "header_timeout_s",

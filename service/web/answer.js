@@ -11,7 +11,7 @@ import { ApiError, begin, cancel, resume } from "./api.js";
 import { events } from "./sse.js";
 
 const QUIET_MS = 1000; // minimum silence that counts as a pause
-const QUIET_GAPS = 8; // on a slow model: minimum pause as a multiple of the usual gap
+const QUIET_GAPS = 8; // slow model: minimum pause as a multiple of the usual gap
 const GIVE_UP_MS = 60_000; // the server stores an ended answer for a minute
 const RETRY_MS = [100, 300, 1000, 2000];
 

@@ -28,7 +28,7 @@ const running = new Map(); // answer -> AbortController
 
 // -- drawing: at most once per frame; a page scrolled to its end stays there
 
-let frame = 0; // id of the requested animation frame
+let frame = 0; // id of the animation frame
 let atEnd = true;
 
 const changed = () => (frame ||= requestAnimationFrame(draw));
@@ -47,7 +47,7 @@ const act = {
 	redraw: changed,
 	copy: (text) => navigator.clipboard?.writeText(text),
 
-	/** Adds a question under the node `parent` and requests its answer. */
+	/** Adds a question under the node `parent`. */
 	ask(text, parent) {
 		if (!ready()) return;
 		act.answer(chats.add(state.chat, parent, { role: "user", text }).id);
@@ -191,7 +191,7 @@ const page = () => html`
 
 function takeKey(event) {
 	setApiKey(event.target.elements.key.value.trim());
-	show(state.panel, true); // requests a refused stream again
+	show(state.panel, true); // retries a refused stream
 	loadModels();
 }
 

@@ -20,7 +20,7 @@ const elements = new WeakMap();
 const editing = new Set();
 const tokensOf = new Map(); // choice -> index of the token shown, or null
 
-/** Draws the shown branch of a chat. `act`: actions of the buttons. */
+/** Draws the shown branch of a chat. `act`: button actions. */
 export function chatView(chat, act) {
 	const nodes = path(chat);
 	if (!nodes.length) return welcome();

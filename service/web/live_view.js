@@ -4,9 +4,9 @@ import { errorNote } from "./api.js";
 import { drafting, holders, KINDS, live, rates, sum, watch } from "./live.js";
 import { html, nothing } from "./vendor/lit-html-3.3.3.js";
 
-const GAP = 1; // pixels between cells, if cells are large enough
+const GAP = 1; // pixels between large cells
 const MAP_HEIGHT = 420; // pixels
-const LISTED = 12; // maximum sequences in the list
+const LISTED = 12; // maximum sequences listed
 
 let wanted = false;
 let redraw = () => {};

@@ -19,7 +19,7 @@ const NUMBERS = {
 	beam_width: 1,
 };
 const label = (name) => (name === "n" ? "Answers" : name[0].toUpperCase() + name.slice(1).replace("_", " "));
-const ALTERNATIVES = 5; // alternatives per token in the token view
+const ALTERNATIVES = 5; // per token in the token view
 
 export const settings = { system: "", stop: "", extra: "", logprobs: false, ...JSON.parse(sessionStorage.getItem(STORED) ?? "{}") };
 

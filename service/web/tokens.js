@@ -2,7 +2,7 @@
 
 import { html } from "./vendor/lit-html-3.3.3.js";
 
-const BITS = 6; // maximum bits of surprise with a colour of their own
+const BITS = 6; // maximum bits of surprise with their own colour
 
 /** Surprise in bits, rounded down: 0 for a probability over 1/2, 1 for over 1/4. */
 const bits = (logprob) => Math.min(BITS - 1, Math.floor(-logprob / Math.LN2));

@@ -1,4 +1,4 @@
-"""A log whose reader has stopped: callers go on, drops are counted and reported, the end of the process is bounded."""
+"""A log whose reader stopped: callers go on, drops are counted and reported, the process ends in bounded time."""
 
 from __future__ import annotations
 

@@ -277,7 +277,7 @@ def test_bfloat16_logits_stay_within_the_noise_of_bfloat16(checkpoint: Callable[
     assert (driver.worker.logits.float() - exact).pow(2).mean().sqrt() <= 2 * noise
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma2"])  # swapped whole, plain, with what follows the head
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma2"])  # all swapped; plain; steps after the LM head
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_logits_are_not_rounded_to_sixteen_bits(
     checkpoint: Callable[[str], Path], family: str, dtype: torch.dtype

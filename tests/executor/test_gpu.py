@@ -74,12 +74,12 @@ def test_logits_stay_within_the_noise_of_bfloat16(checkpoint: Checkpoint, refere
 
 
 @pytest.mark.parametrize("quantize", ["none", "fp8", "int4"])
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma2"])  # swapped whole, plain, with what follows the head
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma2"])  # all swapped; plain; steps after the LM head
 def test_logits_are_not_rounded_to_sixteen_bits(
     checkpoint: Checkpoint, family: str, quantize: Literal["none", "fp8", "int4"]
 ) -> None:
     device = torch.device("cuda")
-    for rows in (1, 40):  # our kernel, the library's products
+    for rows in (1, 40):  # our kernel, the library's GEMMs
         model = load_model(str(checkpoint(family)), dtype="bfloat16", device=device, quantize=quantize)
         driver = Driver(model, graph_seconds=0)
         for row in range(rows):

@@ -129,7 +129,7 @@ def quantised(plain: Path, kind: str, quantise: Callable[[Tensor], dict[str, Ten
         ("plain", {"dtype": "float32"}),
         pytest.param("plain", {"quantize": "int8"}, marks=pytest.mark.nightly),
         ("plain", {"quantize": "int4"}),
-        ("ct-int8", {}),  # its numbers are kept
+        ("ct-int8", {}),  # its quantised weights are kept
         pytest.param("fp8-block", {}, marks=pytest.mark.nightly),  # dequantised
         ("fp8-block", {"quantize": "int8"}),
     ],

@@ -312,7 +312,7 @@ def test_a_held_adapter_stays_and_the_one_used_longest_ago_goes(folders: dict[st
     wait_for(store, folders["b"])
     store.release("3")
     assert store.counts.kept == 1
-    store.hold("4", folders["c"])  # `b` makes room
+    store.hold("4", folders["c"])  # `b` is evicted
     wait_for(store, folders["c"])
     assert [loaded(store, folders[name]) for name in "abc"] == [True, False, True]
     assert (store.counts.evicted, store.counts.held, store.counts.kept) == (1, 2, 0)

@@ -335,9 +335,9 @@ def test_another_kind_is_rounded_on_request(
 def test_logits_of_int4_are_those_of_the_stored_weights(
     plain: Path, quantised: Callable[[str], tuple[Path, dict[str, Any]]], tmp_path: Path, kind: str
 ) -> None:
-    """As near those of transformers' float32 model as rounding inputs of products to 16 bits leaves them.
+    """As close to transformers' float32 model as activations quantised to 16 bits allow.
 
-    At each of 14 products an input is off by at most a 65,000th of the largest of its row."""
+    In each of 14 GEMMs an activation has an error of at most a 65,000th of the largest in its row."""
     directory, exact = quantised(kind)
     write_exact(plain, exact, tmp_path / "exact", torch.float32)
     model = hf.load_model(str(directory), dtype="float32", device=CPU)
@@ -378,7 +378,7 @@ def test_fp8_stays_as_it_is_stored(wide: Callable[[str], tuple[Path, Path, dict[
 def test_what_no_product_of_a_gpu_takes_is_dequantised(
     quantised: Callable[[str], tuple[Path, dict[str, Any]]], kind: str
 ) -> None:
-    """Also e4m3 whose config leaves the inputs of its products in 16 bits: ct-fp8-tensor."""
+    """Also e4m3 checkpoints whose config keeps activations in 16 bits: ct-fp8-tensor."""
     assert served_weights(quantised(kind)[0], "none", GPU) == {}
 
 

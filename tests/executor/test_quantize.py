@@ -148,7 +148,7 @@ def as_served(
         if module is not model.get_output_embeddings():
             weight = stored.get_submodule(name).weight  # rounded once
             module.weight.data = Quantised.of(weight, dtype).dequantised(torch.float32)
-        elif dtype == torch.uint8:  # beside 4 bits the head has 8; the embeddings keep theirs
+        elif dtype == torch.uint8:  # with int4 weights the LM head has 8 bits; embeddings keep their dtype
             module.weight = nn.Parameter(Quantised.of(module.weight, head).dequantised(torch.float32))
     return model
 
@@ -319,7 +319,7 @@ def test_a_model_without_plain_linear_layers_is_refused(checkpoint: Callable[[st
         load_model(str(checkpoint("gpt2")), dtype="float32", device=CPU, quantize="int8")
 
 
-# On a GPU.  Sizes that its products take.
+# On a GPU.  Sizes that its GEMMs accept.
 LARGE: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,

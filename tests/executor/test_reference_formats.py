@@ -40,7 +40,7 @@ from tests.quantised import WIDE
 
 Exact = dict[str, torch.Tensor]
 Write = Callable[..., tuple[Path, Exact]]
-Kept = tuple[int, torch.dtype | None]  # layers that keep their numbers, and the dtype of these
+Kept = tuple[int, torch.dtype | None]  # layers that keep their quantised weights, and the dtype of these
 LINEAR = ("Linear",)
 NONE: Kept = (0, None)
 INT4: Kept = (14, torch.uint8)
@@ -76,7 +76,7 @@ class Kind:
     changes: dict[str, Any] = field(default_factory=dict)  # of the model's config
 
 
-# down_proj has 132 inputs: the last word of 8 numbers is not full.  No product of 4 bits takes that size, which is no
+# down_proj has 132 inputs: the last word of 8 values is not full.  No int4 GEMM accepts that size, which is no
 # multiple of 32.  up_proj has 132 outputs, so the last word of its zero points is not full.
 ODD: dict[str, Any] = {"intermediate_size": 132}
 BLOCKS: dict[str, Any] = {"type": "float", "strategy": "block", "block_structure": [128, 128]}

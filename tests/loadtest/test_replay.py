@@ -197,7 +197,7 @@ async def test_deadlines_that_pass_and_prompts_that_are_known(stack: Stack) -> N
     ]
     records, samples = await replay(arrivals, options(stack.url))
     assert [record.outcome for record in records] == ["expired", "ok", "ok"]
-    assert records[2].cached == 48  # whole blocks before the last token
+    assert records[2].cached == 48  # complete blocks before the last token
     figures = summarise(records, samples, Slo(), {"x": (0.0, 2.0)})
     assert (figures["expired"], figures["failed"]) == (1, 0)
     assert figures["prefix_hits"]["rate"] == pytest.approx(48 / 128, abs=1e-3)

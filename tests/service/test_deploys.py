@@ -101,7 +101,7 @@ class Client:
 async def test_what_a_killed_gateway_was_answering_goes_on_at_another(
     launch: Launch, port: int, engine: EngineMaker, byte_level_tokenizer: Tokenizer
 ) -> None:
-    """SIGKILL, in the middle of every stream; those who come back POST or GET, and none had said that it would."""
+    """SIGKILL in the middle of every stream; clients resume by POST or GET, and none had announced it."""
     processes = {name: launch("--gateway-id", name) for name in ("g0", "g1")}
     url = f"http://127.0.0.1:{port}"
     async with engine(says(byte_level_tokenizer), step_s=0.02) as fake:

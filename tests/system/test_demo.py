@@ -195,7 +195,7 @@ def test_several_turns_are_transformers_own_and_computed_once(
         cached.append((answer.usage.prompt_tokens_details.cached_tokens, len(ids)))
     assert "Paris" in messages[2]["content"]
     for (_, before), (now, _) in itertools.pairwise(cached):
-        assert now >= before - 16  # all whole blocks of the turn before
+        assert now >= before - 16  # all complete blocks of the turn before
 
 
 def body(**options: Any) -> dict[str, Any]:

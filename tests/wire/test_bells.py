@@ -54,7 +54,7 @@ class Bells:
 
 
 async def deafen(engine: EngineSide) -> None:
-    """Its bell is heard by `Bells` only."""
+    """Its wake-ups reach `Bells` only."""
     await engine._wakeups.aclose()  # type: ignore[no-untyped-call]
 
 

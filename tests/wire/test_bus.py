@@ -107,7 +107,7 @@ async def test_an_expired_request_is_never_claimed_and_its_gateway_hears_so(bus:
 
 async def test_a_submit_beyond_the_room_and_its_excess_queues_nothing(bus: Bus) -> None:
     gateway, engine = await bus.gateway(), await bus.engine()
-    empty = await gateway.submit(generate("a", 10), bounds=within(9))  # no engine yet: no room
+    empty = await gateway.submit(generate("a", 10), bounds=within(9))  # no engine yet, so no free capacity
     assert (empty.accepted, empty.queued, empty.free_tokens) == (False, 0, 0)
     await take(engine, tokens=100)
     assert (await gateway.submit(generate("a", 60), generate("b", 40), bounds=within(0))).accepted
@@ -160,8 +160,8 @@ async def test_gateways_never_spend_the_same_room_twice(bus: Bus) -> None:
 
 
 class Backlog:
-    """An engine of a few seats, one token a step for each, under what its tenants offer.  Time is steps.  Prompts and
-    outputs are `tokens` long in the mean, from half of that to half as much again."""
+    """An engine with a few slots, one token per step and slot, under the load of its tenants.  Time is steps.  Prompts
+    and outputs are `tokens` long in the mean, from half of that to half as much again."""
 
     def __init__(self, bus: Bus, gateway: GatewaySide, engine: EngineSide, seats: int, tokens: int) -> None:
         self.gateway, self.engine, self.seats, self.tokens = gateway, engine, seats, tokens
@@ -203,16 +203,16 @@ class Backlog:
 
 async def test_a_tenant_offering_ten_times_as_much_delays_the_quiet_one_little(bus: Bus) -> None:
     backlog = Backlog(bus, await bus.gateway(), await bus.engine(), seats=16, tokens=20)
-    for step in range(400):  # 16 seats / 20 steps = 0.8 requests per step; offered are 1.0 and 0.1
+    for step in range(400):  # 16 slots / 20 steps = 0.8 requests per step; the load is 1.0 and 0.1
         await backlog.offer(step, "loud")
         if step % 10 == 0:
             await backlog.offer(step, "quiet")
         await backlog.step(step)
     quiet, loud = sorted(backlog.waits["quiet"]), sorted(backlog.waits["loud"])
     assert len(quiet) >= 39
-    assert quiet[-1] <= 8  # alone it would be 0; a seat becomes free every 1.25 steps in the mean
+    assert quiet[-1] <= 8  # alone it would be 0; a slot becomes free every 1.25 steps on average
     assert loud[-1] > 60
-    assert len(quiet) + len(loud) >= 0.97 * 0.8 * 400  # no seat stays empty
+    assert len(quiet) + len(loud) >= 0.97 * 0.8 * 400  # no slot stays empty
 
 
 async def test_backlogged_tenants_are_served_by_weight_within_the_bound(bus: Bus) -> None:
@@ -220,7 +220,7 @@ async def test_backlogged_tenants_are_served_by_weight_within_the_bound(bus: Bus
     weights = {"one": 1.0, "three": 3.0}
     most = 0.0
     for tenant, weight in weights.items():
-        for _ in range(280):  # more than its share of what 8 seats / 10 steps * 400 steps can serve
+        for _ in range(280):  # more than its share of the capacity of 8 slots / 10 steps * 400 steps
             await backlog.offer(0, tenant, weight)
     for step in range(400):
         await backlog.step(step)
@@ -300,7 +300,7 @@ async def test_one_continuation_is_withdrawn_from_whoever_computes_the_request(b
     assert (await take(dying)).aborts == []
     bus.lapse("e1")
     assert (await gateway.fleet()).queued == 1
-    claimed = await take(other, "e2")  # the request with what nobody wants of it any more
+    claimed = await take(other, "e2")  # the request with its withdrawn choices
     assert (ids(claimed), claimed.aborts) == (["a"], [Abort("a", index=2), Abort("a", index=0)])
     await gateway.cancel("a")
     assert (await take(other, "e2")).aborts == [Abort("a")]
@@ -387,7 +387,7 @@ async def test_closing_or_reopening_an_engine_gives_back_what_it_held(bus: Bus) 
 
 
 class CuttingProxy:
-    """Stands between a side and the server; when told to, lets the request through and swallows the reply."""
+    """A proxy between a side of the bus and Redis; on demand it forwards a request and drops the reply."""
 
     def __init__(self, server: EmbeddedRedis) -> None:
         self._path = server.url.removeprefix("unix://")

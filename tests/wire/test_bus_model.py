@@ -1,7 +1,7 @@
 """Queue, token logs and usage against a model, over any order of submit, claim, cancel, finish, lapse and return.
 
 Tenants have different weights, requests different priorities, and both lanes wait.  On-time requests become overdue.
-Engines keep sending after their lease has lapsed.  Suspects have trials."""
+Engines keep sending after their lease has lapsed.  Suspects run isolated."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ class BusModel(RuleBasedStateMachine):
         self.believed: dict[str, set[str]] = {name: set() for name in ENGINES}  # what it would say it holds
         self.stale: set[str] = set()  # engines whose lease lapsed since they last synced
         self.last: dict[str, str] = {}  # request -> the engine it was last taken from
-        self.at: dict[tuple[str, str], int] = {}  # (engine, request), as claimed -> output position it goes on from
+        self.at: dict[tuple[str, str], int] = {}  # (engine, request), as claimed -> output position it resumes from
         self.log: dict[str, list[int]] = {}
-        self.attempts: dict[str, tuple[int, int]] = {}  # engines that died with it, and the tokens it had said then
+        self.attempts: dict[str, tuple[int, int]] = {}  # engines that died with it, and its emitted tokens at that time
         self.suspects: set[str] = set()
         self.trial: dict[str, str | None] = dict.fromkeys(ENGINES)
         self.making_room: str | None = None  # the engine that claims nothing until the first suspect fits
@@ -271,7 +271,7 @@ class BusModel(RuleBasedStateMachine):
         batch = TokenBatch(name, [Delta(one, self.at[name, one], said) for one in talking])
         self.at.update({(name, one): self.at[name, one] + len(said) for one in talking})
         claimed = self.run(self.engines[name].sync([("g", batch)], finished, load(name), room, requests))
-        # On a machine that pauses for STALE_MS, its room must count nonetheless.
+        # On a machine that pauses for STALE_MS, its free capacity must still count.
         self.client.zadd(f"{{{self.namespace}}}:offers", {name: 2**52}, xx=True)
 
         lost: set[str] = set()

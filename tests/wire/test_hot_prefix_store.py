@@ -82,6 +82,6 @@ async def test_requests_wait_while_the_serving_engines_have_no_room(bus: Bus) ->
     await take(serving, "e2", 100)
     assert not await starting.hot_prefixes.requests_wait()
     await gateway.submit(generate("r2"))
-    assert not await starting.hot_prefixes.requests_wait()  # the other one has room
+    assert not await starting.hot_prefixes.requests_wait()  # the other one has free capacity
     await serving.close()
     assert await starting.hot_prefixes.requests_wait()

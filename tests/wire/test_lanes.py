@@ -30,7 +30,7 @@ async def test_the_room_decides_the_lane_and_beyond_both_bounds_nothing_is_queue
     await take(engine, tokens=100)
     bounds = QueueBounds(20, 60)
     lanes = [(await gateway.submit(generate(f"r{at}", 40), bounds=bounds)).lane for at in range(6)]
-    # 100 of room and 20 hold three; then 160 of both lanes hold a fourth.
+    # Free capacity of 100 and 20 fits three; then 160 of both lanes fit a fourth.
     assert lanes == ["on_time", "on_time", "on_time", "late", None, None]
     fleet = await gateway.fleet()
     assert (fleet.on_time.requests, fleet.on_time.tokens) == (3, 120)

@@ -165,7 +165,7 @@ class LocalityModel(RuleBasedStateMachine):
     ) -> None:
         before = self.snapshot()
         report = PrefixReport([], removed or [], token_us, step_us, backlog)
-        done = [one for one, owner in self.claimed.items() if owner == name]  # each ends at once: none is on trial
+        done = [one for one, owner in self.claimed.items() if owner == name]  # each ends at once, so none runs isolated
         got = self.run(self.engines[name].sync([], done, load(name), room, requests, report))
         self.check(name, got, before, room, requests, report)
 

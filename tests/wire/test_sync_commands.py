@@ -126,7 +126,7 @@ async def test_requests_of_many_tenants_that_are_left_to_another_engine(own_bus:
         for at in range(waiting, waiting + more):
             await gateway.submit(ask(f"r{at}", prompt(1, 100), tenant=f"t{at}"))
         waiting += more
-        await other.sync([], [], load("e2"), *PLENTY, SLOW, claim_tokens=0)  # it has room, and claims nothing
+        await other.sync([], [], load("e2"), *PLENTY, SLOW, claim_tokens=0)  # it has free capacity, and claims nothing
         with tenants_read(client, waiting) as read:
             got, count = await commands(client, engine.sync([], [], load("e1"), 1_000_000, 2, busy))
         assert len(ids(got)) == 2

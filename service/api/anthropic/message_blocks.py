@@ -52,7 +52,7 @@ class ContentBlock(msgspec.Struct):
     id: str | None = None
     name: str | None = None
     tool_name: str | None = None  # name in a tool_reference
-    input: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)  # input of a tool_use; raw, to keep numbers' spelling
+    input: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)  # tool_use: raw, keeps numbers' spelling
     tool_use_id: str | None = None
     content: Any = None  # content of a tool_result, compaction or search_result: a string or blocks
     is_error: bool | None = None

@@ -84,7 +84,7 @@ def test_codex(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("provider", ["responses", "chat", "compatible", "anthropic"])
 def test_ai_sdk(tmp_path: Path, provider: str) -> None:
-    script = PACKAGES / f"{provider}.mjs"  # beside the packages: modules are looked for from there
+    script = PACKAGES / f"{provider}.mjs"  # next to the packages, from where modules are resolved
     shutil.copy(HERE / "ai_sdk.mjs", script)
     printed, made = run("node", str(script), URL, MODEL, provider, home=tmp_path, AI_SDK_LOG_WARNINGS="false")
     told = json.loads(printed.splitlines()[-1])

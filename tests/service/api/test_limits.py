@@ -145,7 +145,7 @@ def test_a_salt_travels_as_a_digest_within_its_tenant() -> None:
     assert len(set(namespaces)) == len(namespaces)
     assert max(map(len, (Tenant("n" * 64).salt(salt) for salt in asked))) <= 110
     assert not any("sss" in namespace for namespace in namespaces)
-    assert Tenant().salt("") == ""  # neither tenant nor salt: the namespace that everybody shares
+    assert Tenant().salt("") == ""  # neither tenant nor salt: the shared namespace
     assert Tenant("acme").salt("a") == Tenant("acme").salt("a")
 
 

@@ -60,7 +60,7 @@ def test_refusals_for_want_of_room_have_vllms_name() -> None:
         Refusal(429, "rate_limit_exceeded", "full", retry_after_s=1.0),
         Refusal(429, "rate_limit_exceeded", "full", retry_after_s=1.0),
         Refusal(503, "no_engine", "none"),
-        Refusal(400, "invalid_value", "no"),  # not for want of room
+        Refusal(400, "invalid_value", "no"),  # not for lack of capacity
     ):
         Meter(telemetry, time.monotonic()).fail(refusal)
     families = {one.name: one for one in text_string_to_metric_families(telemetry.expose().decode())}

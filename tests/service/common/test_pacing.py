@@ -51,7 +51,7 @@ async def test_callbacks_run_in_order_and_at_most_so_many_a_turn() -> None:
 
     for number in range(3):
         pacer.call_soon(note, number)
-    assert ran == [0, 1, 2]  # nothing waits while there is room in this turn
+    assert ran == [0, 1, 2]  # no callback waits while this turn has calls left
     await asyncio.sleep(0.01)
     for number in range(3, MANY):
         pacer.call_soon(note, number)

@@ -84,7 +84,7 @@ def test_no_engine_is_503_and_a_full_one_429() -> None:
 
 
 def test_the_queue_may_grow_until_the_wait_is_the_limit() -> None:
-    # 80 tokens per second for 10 s: 800 may be queued beyond the room, whatever is queued now.
+    # 80 tokens per second for 10 s: 800 may be queued beyond the free capacity, whatever is queued now.
     for queued in (0, 300, 700):
         assert outcome(cost(100), fleet(busy(), queued=queued)) == 800
         assert outcome(cost(100), fleet(busy(waiting=2, waiting_tokens=60), queued=queued - 60 if queued else 0)) == 740
@@ -100,7 +100,7 @@ def test_what_fits_the_room_is_let_in_at_any_pace() -> None:
 
 
 def test_what_cannot_start_in_time_may_wait_in_the_late_lane() -> None:
-    """80 tokens per second: 800 may be on time, and 4,800 beyond the room in all, whatever waits now."""
+    """80 tokens per second: 800 beyond the free capacity may be on time, and 4,800 in total, whatever waits now."""
     found = decision(cost(100), fleet(busy(), queued=700), config=BOTH)
     assert isinstance(found, Decision)
     assert (found.bounds.on_time_excess, found.bounds.late_excess) == (800, 4800)
@@ -182,7 +182,7 @@ def test_a_deadline_nearer_than_the_limit_counts_instead() -> None:
     refusal = refused(cost(101, timeout_s=5.0), view)
     assert (refusal.status, refusal.code, refusal.limit, refusal.param) == (429, "deadline_unreachable", 5.0, "timeout")
     assert refusal.retry_after_s == 1.0
-    assert outcome(cost(100, timeout_s=0.001), fleet(busy(), room=100)) == 0  # there is room now
+    assert outcome(cost(100, timeout_s=0.001), fleet(busy(), room=100)) == 0  # there is free capacity now
 
 
 def test_the_least_service_counts_against_the_deadline() -> None:
@@ -207,7 +207,7 @@ def test_a_silent_engine_or_reading_counts_as_full() -> None:
     assert refused(cost(), fleet(old, room=1000)).status == 429
     late = msgspec.structs.replace(fleet(a_load(time_ms=NOW + 3001), room=1000), time_ms=NOW)
     assert isinstance(outcome(cost(), late, now=NOW + 3000), int)
-    assert outcome(cost(), late, now=NOW + 3001) == 16_000  # no known pace: what the pools hold, all beyond the room
+    assert outcome(cost(), late, now=NOW + 3001) == 16_000  # throughput unknown: the pools' size beyond free capacity
     assert refused(cost(), msgspec.structs.replace(fleet(busy(), room=1000), time_ms=NOW), now=NOW + 3001).status == 429
 
 
@@ -217,7 +217,7 @@ def heard(age_ms: int, load: EngineLoad, **more: int) -> Fleet:
 
 
 def test_an_engine_in_a_long_step_is_alive_as_long_as_it_exchanges() -> None:
-    """Its loop reported before the step, a minute ago; its room is what Redis has."""
+    """Its loop reported before the step, a minute ago; its free capacity is the one in Redis."""
     slow = busy(time_ms=NOW - 60_000)
     assert isinstance(outcome(cost(), heard(1000, slow, room=1000)), int)
     assert refused(cost(), heard(3001, slow, room=1000)).status == 429

@@ -61,7 +61,7 @@ RETAIN_S = 15
 SLACK_MIB = {"gateway": 48, "engine": 32, "redis": 8}  # more than this is a leak
 WARM_UP = 300  # requests, after which memory is at its level
 BACK_S = 90.0  # seconds until memory returns to it
-IDS = 200  # event ids kept, to come back to
+IDS = 200  # event ids kept for resuming
 
 
 @dataclass
@@ -116,7 +116,7 @@ class Target:
 
 
 async def fire(shot: Shot, port: int) -> bytes:
-    """Send a shot; what came back.  Raises TimeoutError."""
+    """Send a shot and return the response.  Raises TimeoutError."""
     async with asyncio.timeout(patience(ANSWER_S)):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:

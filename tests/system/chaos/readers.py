@@ -52,14 +52,14 @@ class Tally:
     """What came of all streams together."""
 
     streams: int = 0
-    resumable: int = 0  # of them, by clients that come back
+    resumable: int = 0  # failures, by clients that resume
     tokens: int = 0
     lost: int = 0  # tokens that never came, though later ones or the end did
     repeated: int = 0  # tokens that came twice
     wrong: int = 0  # tokens that are not those of the oracle
-    resumed: int = 0  # times that a client came back and went on
-    refused: int = 0  # times that one was told to come again later (429, 503) and did
-    with_redis: int = 0  # requests that a failover lost, which their clients were told
+    resumed: int = 0  # times that a client resumed
+    refused: int = 0  # times that a client retried after a 429 or 503
+    with_redis: int = 0  # requests lost by a failover and reported to their clients
     with_gateway: int = 0  # plain streams that ended with their gateway, which nothing can help
     failures: list[str] = field(default_factory=list)
 
@@ -83,7 +83,7 @@ class Reader:
         self._tally = Tally(streams=1, resumable=int(resumable))
         self._failovers = doors.failovers  # before the request was sent
         self.events = 0
-        # The longest silence between two events since whoever watches has reset it, and when it ended.
+        # The longest silence between two events since the last reset, and when it ended.
         self._longest_s, self._ended = 0.0, 0.0
 
     @property

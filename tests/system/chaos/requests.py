@@ -52,7 +52,7 @@ WORLDS = (TOOLS, *sorted(TEMPLATES))
 UNITS = 200  # bound on a turn of the event loop, in python_s(): 100 ms on a machine of 2026
 MAX_SAID = 3000  # characters of a failure, as it is found
 RESTS = 2500  # looks at what is left, 20 ms apart or more: what no gateway settles, a reading of the fleet settles
-IDS = 100  # ids of answers kept, to come back to
+IDS = 100  # ids of answers kept for resuming
 KEY, FREE = "a", "b"  # API keys: of a tenant with quotas, and of one without
 ANSWERS = (
     "One request down, one token up. END of story.",
@@ -231,7 +231,7 @@ class World:
             self._errors.lines = []
 
     async def _fire(self, request: Request) -> bytes:
-        """Send a request; what came back.  Raises TimeoutError."""
+        """Send a request and return the response.  Raises TimeoutError."""
         request.headers.setdefault("Authorization", f"Bearer {KEY}")
         port = int(self._gateway.served.url.rpartition(":")[2])
         async with asyncio.timeout(patience(ANSWER_S)):

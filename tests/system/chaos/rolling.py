@@ -48,7 +48,7 @@ from tests.system.chaos.run import Load, percentile, scripted
 from tests.system.processes import Process, at_rest, ending, fleet_until, until, wait_until_ready
 
 NAMESPACE = "rolling"
-GRACE_S = 3.0  # --drain-s of the gateway whose clients come back
+GRACE_S = 3.0  # --drain-s of the gateway whose clients resume
 DRAIN_S = 30.0  # --drain-s of the gateway with plain clients; the product's default
 EXIT_S = 2.0  # for a process to exit after that
 PATIENT_S = 600.0  # for anything else

@@ -39,7 +39,7 @@ class Setting:
     model: Model  # scripted: says a known text; tiny: a real checkpoint, which is asked beforehand what it says
     machines: int  # each with an engine
     streams: int  # live at any time
-    tokens: tuple[int, int]  # of an answer: least and most
+    tokens: tuple[int, int]  # tokens of an answer: minimum and maximum
     seed: int
     step_ms: float = 20.0  # of the scripted engine
     between_s: tuple[float, float] = (0.1, 1.0)  # from a round's end, every stream having gone on, to the next round

@@ -33,7 +33,7 @@ from tests.checkpoints import VOCAB, make_checkpoint
 from tests.pace import patience
 from tests.system.processes import sse_events, until
 
-PROMPT, OUTPUT = (4, 60), (16, 96)  # tokens, least and most
+PROMPT, OUTPUT = (4, 60), (16, 96)  # tokens, minimum and maximum
 # Blocks for all open requests, so that no kill is mistaken for a preemption.  A test of determinism has preemptions.
 FLAGS = ["--deterministic", "--dtype=float32", "--threads=1", "--max-seqs=64", "--kv-blocks=1500", "--late-wait-s=1000"]
 

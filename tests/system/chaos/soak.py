@@ -29,7 +29,7 @@ from tests.core.machine import PREFIXES, SchedulerMachine
 from tests.core.oracle import FORCED, VOCAB
 from tests.core.rig import BAD_SEED, FAR
 
-EPISODE = (50, 600)  # operations, least and most
+EPISODE = (50, 600)  # operations, minimum and maximum
 SAY_S = 10.0  # between two lines of progress
 
 
