@@ -46,6 +46,7 @@ class Report(msgspec.Struct, frozen=True):
     preemptions: int
     pauses: int
     recomputed_tokens: int
+    held: float  # blocks held / blocks of the pool, averaged over all the time
     utilisation: float  # blocks held / blocks of the pool
     filled: float  # KV positions with a token / KV positions held, weighted by time; the rest is waste
     efficiency: float  # eta: blocks held / blocks that static allocation would hold, weighted by time
@@ -144,7 +145,8 @@ class _Run:
         self.in_flight: deque[tuple[float, float]] = deque()  # per step: (time of its end, its seconds)
         self.planned: StepPlan | None = None
         self.now = self.device = 0.0  # virtual clocks of the host and the device, seconds
-        self.full = self.contended = self.filled = self.eta = self.busy = 0.0  # integrals over time, for the report
+        self.held = 0.0  # integrals over time, for the report
+        self.full = self.contended = self.filled = self.eta = self.busy = 0.0
         self.begun: dict[tuple[str, int], float] = {}  # (id, choice) -> time of its first token
         self.last: dict[tuple[str, int], float] = {}  # (id, choice) -> time of its last token so far
         self.ttft: list[float] = []
@@ -181,6 +183,7 @@ class _Run:
         took = done - self.now
         held = pool.total - pool.available
         used, slots = core.occupancy.used_positions()
+        self.held += held / pool.total * took
         if slots:
             self.filled += used / slots * took
             self.eta += efficiency(held, core.batch.reserved_blocks) * took
@@ -217,6 +220,7 @@ class _Run:
             preemptions=totals.preemptions,
             pauses=totals.pauses,
             recomputed_tokens=totals.recomputed_tokens,
+            held=self.held / self.now if self.now else 0.0,
             utilisation=self.full / self.contended if self.contended else 0.0,
             filled=self.filled / self.busy if self.busy else 0.0,
             efficiency=self.eta / self.busy if self.busy else 1.0,

@@ -14,6 +14,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     "capacity": (f"{PACKAGE}.capacity", "find how many users fit: static, paged, admission, prefix cache"),
     "baselines": (f"{PACKAGE}.baseline_server", "serve with other admission modes and static allocation, to compare"),
     "burst-modes": (f"{PACKAGE}.burst_modes", "send the burst to those modes too"),
+    "virtual-burst": (f"{PACKAGE}.burst_in_virtual_time", "compare admission modes in a burst, in virtual time"),
     "memory-limit": (
         f"{PACKAGE}.memory_limit",
         "compare allocation, admission and prefix cache with 12 GB of KV memory",
@@ -45,6 +46,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     "redis-load": (f"{PACKAGE}.redis_load", "time the cost of requests, syncs and tokens in Redis"),
     "rates": (f"{PACKAGE}.rates", "measure normalised latency by request rate, by allocation and admission"),
     "sharing": (f"{PACKAGE}.sharing", "count the KV blocks that parallel sampling and beam search share"),
+    "sharing-gain": (f"{PACKAGE}.sharing_gain", "compare static, paged and shared allocation in virtual time"),
     "structured": (f"{PACKAGE}.structured", "compare tokens/s with grammars and without, in pairs"),
     "hybrid-hits": (f"{PACKAGE}.hybrid_hits", "count prompt tokens that the cache of a recurrent model finds"),
     "neighbours": (f"{PACKAGE}.neighbours", "time decode steps on a CPU with other busy processes"),
