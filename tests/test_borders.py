@@ -78,7 +78,7 @@ MAY_SEE: dict[str, set[str]] = {
     "loadtest.pages": {"loadtest.pages"},
     # Each made one table.  They measure the engine inside too, and nothing imports them.  One starts `quire serve` with
     # an engine that has more modes.
-    "loadtest.studies": {"loadtest", "engine", "service.cli"},
+    "loadtest.studies": {"loadtest", "engine", "service.cli", "service.grammar"},
     # Times single operators, which no client can: it calls them through the wrappers that the engine itself uses.
     # The all-reduce needs the ranks.
     "loadtest.kernels": {"loadtest", "engine.executor.ops", "engine.executor.ranks.ranks"},

@@ -48,6 +48,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     "sharing": (f"{PACKAGE}.sharing", "count the KV blocks that parallel sampling and beam search share"),
     "sharing-gain": (f"{PACKAGE}.sharing_gain", "compare static, paged and shared allocation in virtual time"),
     "structured": (f"{PACKAGE}.structured", "compare tokens/s with grammars and without, in pairs"),
+    "schemas": (f"{PACKAGE}.schemas", "count the JSON schemas of a collection that are served, and time refusals"),
     "hybrid-hits": (f"{PACKAGE}.hybrid_hits", "count prompt tokens that the cache of a recurrent model finds"),
     "neighbours": (f"{PACKAGE}.neighbours", "time decode steps on a CPU with other busy processes"),
     "drafting": (f"{PACKAGE}.drafting", "compare tokens/s with drafts and without, in pairs"),

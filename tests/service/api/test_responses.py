@@ -153,6 +153,37 @@ async def test_a_stream_and_a_whole_answer_are_the_same_response(
     assert fake.seen[0].token_ids == fake.seen[1].token_ids
 
 
+async def test_tokens_are_counted_alike_with_a_stored_response_and_with_its_items(
+    serve: Serve, engine: EngineMaker, tools_tokenizer: Tokenizer
+) -> None:
+    """The prompt counts the earlier turns; cached tokens and reasoning are those of the last response alone."""
+    served = await serve(tools_tokenizer)
+    async with model(engine, says(tools_tokenizer)) as fake:
+        await settled(lambda: bool(served.streams.fleet.engines))
+        _, first = await post(served.session, ASK)
+        calls = [item["call_id"] for item in first["output"] if item["type"] == "function_call"]
+        results = [{"type": "function_call_output", "call_id": one, "output": "ok"} for one in calls]
+        new = [*results, {"role": "user", "content": "Rain again?"}]
+        asked = {**ASK, "input": new, "previous_response_id": first["id"]}
+        _, stored = await post(served.session, asked)
+        told = folded(await streamed(served.session, asked))
+        _, counted = await post(
+            served.session, {key: asked[key] for key in asked if key != "max_output_tokens"}, f"{PATH}/input_tokens"
+        )
+        items = [{"role": "user", "content": "Rain?"}, *first["output"], *new]
+        _, sent = await post(served.session, {**ASK, "input": items})
+        prompts = [generate.token_ids for generate in fake.seen]
+    assert prompts[1] == prompts[2] == prompts[3]
+    assert stored["usage"] == told["usage"] == sent["usage"]
+    usage, before = stored["usage"], first["usage"]
+    assert usage["input_tokens"] == counted["input_tokens"] == len(prompts[1]) > before["input_tokens"]
+    assert usage["input_tokens_details"]["cached_tokens"] == len(prompts[1]) // 16 * 16
+    assert {key: usage[key] for key in ("output_tokens", "output_tokens_details")} == {
+        key: before[key] for key in ("output_tokens", "output_tokens_details")
+    }
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+
+
 async def test_the_official_client_creates_streams_and_continues(
     serve: Serve, engine: EngineMaker, tools_tokenizer: Tokenizer
 ) -> None:
