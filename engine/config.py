@@ -68,10 +68,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             description="Quantise the weights of linear layers to 8 or 4 bits while they load; embeddings, the LM "
             "head and the KV cache keep their data type. int8: on a CPU, with a scale per row. A decode step then "
             "reads about half the bytes of bfloat16. int4: on a CPU or a Hopper GPU, with a scale and a zero point "
-            "per 32 inputs, and the LM head in int8 (CPU) or fp8 (GPU); faster, and its text differs more. fp8: on a "
-            "Hopper GPU, with a scale per row, also experts of a mixture; activations of linear layers in fp8 are "
-            "quantised as well in steps of more than one to four tokens. Give all engines of a deployment the same. "
-            "none, the default: weights as in the checkpoint."
+            "per 32 inputs, and the LM head in int8 (CPU) or, like experts, fp8 (GPU); faster, and its text differs "
+            "more. fp8: on a Hopper GPU, with a scale per row, also experts of a mixture; activations of linear layers "
+            "in fp8 are quantised as well in steps of more than one to four tokens. Give all engines of a deployment "
+            "the same. none, the default: weights as in the checkpoint."
         ),
     ] = "none"
     own_experts: Annotated[

@@ -20,16 +20,18 @@ from quire.engine.executor.models import fused, fusible, hf
 from quire.engine.executor.models.fused import Mixture, is_fused
 from quire.engine.executor.models.hf import LoadedModel, load_model
 from quire.engine.executor.models.quantised import quantising
-from quire.engine.executor.models.quantised.fp8_experts import StoredFp8, rounded_rows
+from quire.engine.executor.models.quantised.fp8_experts import StoredFp8, await_rounding, rounded_rows, rows_of_int4
 from quire.engine.executor.models.quantised.quantised import Quantised
-from quire.engine.executor.models.quantised.quantised_experts import PackedExperts
+from quire.engine.executor.models.quantised.quantised_experts import PackedExperts, QuantisedExperts
+from quire.engine.executor.models.served_config import read_config
+from quire.engine.executor.models.weight_reader import read_weights
 from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.executor.driver import Driver
 from tests.executor.test_gpu import words
 from tests.quantised import Parts, quantise_checkpoint
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-# Sizes that the kernels can tile; no linear layer has inputs that --quantize fp8 takes (multiples of 128).
+# Sizes that the kernels can tile; but for "wide", GEMMs of a GPU take no linear layer (inputs are no multiples of 128).
 SIZES: dict[str, Any] = dict(FAMILIES["llama"]) | {
     "hidden_size": 192,
     "intermediate_size": 192,
@@ -47,16 +49,19 @@ GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2, "first_k_dense_replace"
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": SIZES,
     "mixtral": SIZES,
+    "qwen3_moe wide": SIZES | {"hidden_size": 256, "moe_intermediate_size": 128},
     "glm4_moe": SIZES | GROUPS,  # shared experts, keeps transformers' layers
 }
+NARROW = [kind for kind in MODELS if "wide" not in kind]
 STORED = ["fp8-block", "fp8-tensor", "ct-fp8-channel", "ct-fp8-block"]
+INT4 = ["gptq-64-asym", "gptq-all", "w4-64-asym", "w4-all"]
 ROUTERS = ("lm_head", "mlp.gate", "moe.gate")
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     root = tmp_path_factory.mktemp("fp8_experts")
-    return lambda kind: make_checkpoint(root / kind, kind, **MODELS[kind])
+    return lambda kind: make_checkpoint(root / kind.replace(" ", "_"), kind.split()[0], **MODELS[kind])
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +71,7 @@ def stored(plain: Callable[[str], Path]) -> Callable[[str, str], tuple[Path, Par
 
     def make(kind: str, how: str) -> tuple[Path, Parts]:
         if (kind, how) not in made:
-            directory = plain(kind).parent / f"{kind}-{how}"
+            directory = plain(kind).parent / f"{plain(kind).name}-{how}"
             made[kind, how] = directory, quantise_checkpoint(plain(kind), directory, how, keep=ROUTERS)
         return made[kind, how]
 
@@ -111,20 +116,24 @@ def write_exact(directory: Path, exact: Parts, to: Path, dtype: torch.dtype) -> 
     return to
 
 
-@pytest.mark.parametrize("how", STORED)
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [*(("qwen3_moe", how) for how in STORED + INT4), *(("qwen3_moe wide", how) for how in ("awq-128",))],
+)
 def test_stored_experts_give_the_bits_of_dequantised_ones(
     stored: Callable[[str, str], tuple[Path, Parts]],
     on_cpu: None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    kind: str,
     how: str,
 ) -> None:
-    directory, _ = stored("qwen3_moe", how)
+    directory, _ = stored(kind, how)
     with caplog.at_level(logging.INFO):
         kept = load(directory)
     assert is_fused(kept.module)
     assert packed_of(kept) == 2
-    assert kept.changes == {}  # values are those of the files
+    assert "weights of experts" not in kept.changes  # values are those of the files
     assert "experts of 2 layers stay in fp8: they take 0.0 GB" in caplog.text
     assert "not served in fp8" not in caplog.text
     monkeypatch.setattr(quantising, "packs_experts", lambda device, dtype: False)
@@ -172,7 +181,7 @@ def test_experts_inside_the_layers_of_transformers(
     assert "experts of 1 layers (Glm4MoeExperts) are not served in fp8: --no-own-experts" in caplog.text
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", NARROW)
 def test_experts_are_rounded_at_load(plain: Callable[[str], Path], on_cpu: None, tmp_path: Path, kind: str) -> None:
     check_rounded(plain(kind), CPU, tmp_path / "exact")
 
@@ -189,19 +198,40 @@ def check_rounded(directory: Path, device: torch.device, exact: Path) -> None:
     near(model, write_exact(directory, tensors, exact, torch.float32))
 
 
+def test_int4_rounds_experts_to_fp8_on_a_gpu(
+    plain: Callable[[str], Path], on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No GEMM of experts takes int4.  On a CPU they keep their dtype."""
+    directory = plain("qwen3_moe")
+    monkeypatch.setattr(quantising, "await_rounding", lambda experts, device: await_rounding(experts, CPU))
+    for device, rounded in ((CUDA, 2), (CPU, 0)):
+        loading = quantising.Quantising("int4", device)
+        module = read_weights(directory, read_config(directory), "bfloat16", quantising=loading)
+        assert sum(isinstance(each, QuantisedExperts) for each in module.modules()) == rounded
+        assert ("weights of experts" in loading.changes) == bool(rounded)
+
+
 def test_random_weights_are_rounded(plain: Callable[[str], Path], on_cpu: None, tmp_path: Path) -> None:
     shutil.copy(plain("qwen3_moe") / "config.json", tmp_path)
     assert packed_of(load(tmp_path, dtype="bfloat16", quantize="fp8", random=True)) == 2
 
 
-def test_blocks_that_the_kernels_do_not_take_are_dequantised(
-    stored: Callable[[str, str], tuple[Path, Parts]], on_cpu: None, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("how", ["fp8-odd-block", "gptq-32", "ct-int8"])
+def test_groups_that_the_kernels_do_not_take_are_dequantised(
+    stored: Callable[[str, str], tuple[Path, Parts]], on_cpu: None, how: str
 ) -> None:
-    """Blocks of 96 columns have scales within a tile."""
-    with caplog.at_level(logging.INFO):
-        model = load(stored("qwen3_moe", "fp8-odd-block")[0])
-    assert packed_of(model) == 0
-    assert "weights quantised by fp8 are dequantised to torch.float32" in caplog.text
+    """Groups of 96 and 32 columns have several scales within a tile; int8 has no kernel."""
+    assert packed_of(load(stored("qwen3_moe", how)[0])) == 0
+
+
+def test_values_of_4_bits_are_exact() -> None:
+    """All values and zero points; the first half of the inputs has other zero points than the second."""
+    numbers = torch.arange(256, dtype=torch.uint8).repeat(16, 1)  # all pairs: 512 inputs
+    zero = torch.arange(16, dtype=torch.uint8)[:, None].repeat(1, 2)
+    weight = Quantised(numbers, torch.rand(16, 2), torch.cat([zero[:, :1], 15 - zero[:, 1:]], 1))
+    assert torch.equal(
+        StoredFp8(rows_of_int4(weight)[None]).dequantised(torch.float32)[0], weight.dequantised(torch.float32)
+    )
 
 
 def test_a_layer_with_one_expert_in_another_format_is_dequantised(
@@ -217,7 +247,7 @@ def test_a_layer_with_one_expert_in_another_format_is_dequantised(
     with caplog.at_level(logging.INFO):
         model = load(copy)
     assert packed_of(model) == 1
-    reason = "not every weight is stored in e4m3 with scales that they take"
+    reason = "not every weight is stored in e4m3 or 4 bits, with groups that the kernels take"
     assert f"experts of 1 layers (Qwen3MoeExperts) are not served in fp8: {reason}" in caplog.text
 
 
@@ -272,8 +302,8 @@ def test_rounding_is_that_of_linear_layers() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("how", STORED)
+@pytest.mark.parametrize("kind", NARROW)
+@pytest.mark.parametrize("how", STORED + INT4)
 def test_stored_experts_on_a_gpu(
     stored: Callable[[str, str], tuple[Path, Parts]], plain: Callable[[str], Path], tmp_path: Path, kind: str, how: str
 ) -> None:
@@ -285,7 +315,7 @@ def test_stored_experts_on_a_gpu(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", NARROW)
 def test_rounded_experts_on_a_gpu(plain: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
     check_rounded(plain(kind), CUDA, tmp_path / "exact")
 

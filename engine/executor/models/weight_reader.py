@@ -128,8 +128,8 @@ def read_tensors(
     if quantising is None:
         quantising = Quantising("none", CPU)
     else:
-        quantising.keep(weights.exact_modules(cuts), dtype)
-        quantising.keep_experts(weights.rows_of_experts(cuts))
+        quantising.keep(exact := weights.exact_modules(cuts), dtype)
+        quantising.keep_experts(weights.rows_of_experts(cuts, exact))
     quantising.divide(sharding.divided_rows, ranks)
     one_by_one = not isinstance(weights, PlainWeights) or quantising.kind is not None
     try:

@@ -1,9 +1,11 @@
-"""Experts of a mixture that stay in e4m3: as a checkpoint stores them, or rounded by `--quantize fp8`.
+"""Experts of a mixture in e4m3: as a checkpoint stores them, in e4m3 or 4 bits, or rounded by `--quantize fp8`.
 
     files         experts.3.up_proj.weight, _scale ── stored_rows ──> u8 [out, in + in / 16] per expert; transformers
                                                                       joins experts as it joins float weights
     --quantize    float weight [experts, out, in]  ── AwaitingExperts rounds each row when the weight is set
     both          u8 [experts, out, in + in / 16]  ── StoredFp8 in `QuantisedExperts`
+
+4-bit values minus their zero points are exact in e4m3, and keep their scales.
 
 A row has its values and then their scales.  So code of transformers, which knows how each family names its experts and
 joins them, moves both together.
@@ -22,9 +24,9 @@ from torch import Tensor, nn
 
 from quire.engine.executor import ops
 from quire.engine.executor.models.experts import refusal
-from quire.engine.executor.models.quantised.dequantise import Shape
+from quire.engine.executor.models.quantised.dequantise import Kept, Shape, as_stored
 from quire.engine.executor.models.quantised.quantisation import Quantisation
-from quire.engine.executor.models.quantised.quantised import Quantised
+from quire.engine.executor.models.quantised.quantised import MIDDLE, Quantised
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 STORED_PER_EXPERT = 3  # weights of an expert in the files: gate, up and down
@@ -47,17 +49,23 @@ def refused_for_fp8(experts: Any) -> str:
     return ""
 
 
-def stored_in_rows(how: Quantisation, parts: Collection[str], dtype: str, shape: Shape) -> bool:
-    """Whether `stored_rows` can keep the weight [out, in] of one expert.
+def stored_in_rows(how: Quantisation, parts: Collection[str], dtype: str, shape: Shape, kept: Kept | None) -> bool:
+    """Whether `stored_rows` can keep the weight of one expert.
 
-    dtype: of the stored values, as safetensors names it.  shape: of the stored values."""
-    if how.format != "scaled" or dtype != "F8_E4M3" or "zero_point" in parts or len(shape) != 2:
+    dtype: of the stored values, as safetensors names it.  shape: of the weight.  kept: how a linear layer keeps it."""
+    if len(shape) != 2 or shape[1] % ops.TILE:
         return False
-    return shape[1] % ops.TILE == 0 and (how.strategy != "block" or how.block[1] % ops.TILE == 0)
+    if kept == "int4":
+        return how.group % ops.TILE == 0  # 0: the group is a row
+    if how.format != "scaled" or dtype != "F8_E4M3" or "zero_point" in parts:
+        return False
+    return how.strategy != "block" or how.block[1] % ops.TILE == 0
 
 
 def stored_rows(how: Quantisation, parts: dict[str, Tensor]) -> Tensor:
     """Return the stored values and scales of one expert's weight [out, in] as rows, unchanged."""
+    if how.bits == 4:
+        return rows_of_int4(as_stored(how, parts))
     values, scale = parts["weight"], parts["scale"].to(torch.float32)
     rows, size = values.shape
     if how.strategy == "block":
@@ -66,6 +74,16 @@ def stored_rows(how: Quantisation, parts: dict[str, Tensor]) -> Tensor:
     else:
         scale = scale.reshape(-1, 1).expand(rows, size // ops.TILE)
     return joined_rows(values, scale)
+
+
+def rows_of_int4(weight: Quantised) -> Tensor:
+    """Return an int4 weight as rows.  A value minus its zero point, from -15 to 15, is exact in e4m3."""
+    size, groups = weight.shape[1], weight.scale.shape[1]
+    values = torch.stack([weight.values & 0xF, weight.values >> 4], -1).flatten(1).to(torch.float32)
+    zero = torch.tensor(float(MIDDLE)) if weight.zero is None else weight.zero[..., None].to(torch.float32)
+    centred = values.unflatten(1, (groups, -1)).sub_(zero).flatten(1)
+    scale = weight.scale[:, torch.arange(0, size, ops.TILE) // (size // groups)]
+    return joined_rows(centred.to(torch.float8_e4m3fn), scale)
 
 
 def joined_rows(values: Tensor, scale: Tensor) -> Tensor:
@@ -151,13 +169,13 @@ def await_rounding(experts: Any, device: torch.device) -> None:
 def settle_rows(experts: Any) -> tuple[StoredFp8, StoredFp8]:
     """Restore the class of experts whose rows are set, and return their weights: gate and up, down."""
     if isinstance(experts, AwaitingExperts):
-        experts.__class__ = type(experts).__mro__[2]
+        experts.__class__ = type(experts).__bases__[1]
     gate_up, down = (StoredFp8(getattr(experts, name).detach()) for name in WEIGHTS)
     return gate_up, down
 
 
 class StoredExperts:
-    """The modules of a checkpoint that hold one weight of one expert in e4m3, by layer."""
+    """The modules of a checkpoint that hold one weight of one expert, by layer."""
 
     def __init__(self, modules: Collection[str]) -> None:
         """modules: names of all modules stored in a form that `stored_rows` keeps."""

@@ -31,8 +31,10 @@ class Weights(Protocol):
     def exact_modules(self, cuts: Mapping[str, Cut]) -> dict[str, Kept]:
         """Return the modules whose quantised weights a GEMM can use as stored, each with its format."""
 
-    def rows_of_experts(self, cuts: Mapping[str, Cut]) -> set[str]:
-        """Return the modules whose stored values kernels of experts can use unchanged (`fp8_experts.py`)."""
+    def rows_of_experts(self, cuts: Mapping[str, Cut], exact: Mapping[str, Kept]) -> set[str]:
+        """Return the modules whose stored values kernels of experts can use unchanged (`fp8_experts.py`).
+
+        exact: what `exact_modules` returned."""
 
     def opened(
         self, cuts: Mapping[str, Cut], dtype: torch.dtype, quantising: Quantising
@@ -69,7 +71,7 @@ class PlainWeights:
         """Return none, because no weight is quantised."""
         return {}
 
-    def rows_of_experts(self, cuts: Mapping[str, Cut]) -> set[str]:
+    def rows_of_experts(self, cuts: Mapping[str, Cut], exact: Mapping[str, Kept]) -> set[str]:
         """Return none, because no weight is quantised."""
         return set()
 

@@ -55,7 +55,7 @@ from quire.engine.executor.ranks.ranks import ALONE, Ranks
 log = logging.getLogger(__name__)
 
 GPU_CAPABILITY = (9, 0)  # minimum compute capability for quantised GEMMs: Hopper
-NOT_STORED = "not every weight is stored in e4m3 with scales that they take"
+NOT_STORED = "not every weight is stored in e4m3 or 4 bits, with groups that the kernels take"
 # Last parts of the names of routers, which choose experts.  They are small, and quantisation could change the choice.
 ROUTERS = {"gate", "router", "shared_expert_gate"}
 
@@ -183,7 +183,7 @@ class Quantising:
             self._stored = {module: kind for module, kind in modules.items() if kind in kinds}
 
     def keep_experts(self, modules: Iterable[str]) -> None:
-        """Serve the stored e4m3 values of experts among these modules, if the device has kernels for the layer."""
+        """Serve the stored values of experts among these modules, if the device has kernels for the layer."""
         self._stored_experts = StoredExperts(set(modules))
 
     def divide(self, modules: Iterable[str], ranks: Ranks) -> None:
@@ -251,14 +251,16 @@ class Quantising:
 
     def _swap_experts(self, model: PreTrainedModel) -> None:
         """Make experts that our kernels can compute in e4m3 await their weights.  Logs which are not, and why."""
-        if not (self._stored_experts or self.kind == "fp8"):
+        # No kernel multiplies by experts in int4.
+        rounds = self.kind == "fp8" or (self.kind == "int4" and self._device.type != "cpu")
+        if not (self._stored_experts or rounds):
             return
         reasons = Counter[tuple[str, str]]()
         for path, experts in model.named_modules():
             if not is_experts(experts):
                 continue
             stored = self._stored_experts.of(path, len(experts.down_proj))
-            if reason := self._refusal(model, experts) or ("" if stored or self.kind == "fp8" else NOT_STORED):
+            if reason := self._refusal(model, experts) or ("" if stored or rounds else NOT_STORED):
                 reasons[type(experts).__name__, reason] += 1
                 continue
             self._fp8_experts.add(path)

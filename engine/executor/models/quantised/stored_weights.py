@@ -213,13 +213,17 @@ class StoredWeights:
             found[weight.removesuffix(".weight")] = kind
         return found
 
-    def rows_of_experts(self, cuts: Mapping[str, Cut]) -> set[str]:
-        """Return the modules whose stored values `fp8_experts.stored_rows` can keep, if they are of experts."""
-        return {
-            weight.removesuffix(".weight")
-            for weight, parts in self._weights.items()
-            if weight not in cuts and stored_in_rows(self.how, parts, *self._stored_values[weight])
-        }
+    def rows_of_experts(self, cuts: Mapping[str, Cut], exact: Mapping[str, Kept]) -> set[str]:
+        """Return the modules whose stored values `fp8_experts.stored_rows` can keep, if they are of experts.
+
+        exact: what `exact_modules` returned."""
+        found = set()
+        for weight, parts in self._weights.items():
+            module, (dtype, _) = weight.removesuffix(".weight"), self._stored_values[weight]
+            taken = stored_in_rows(self.how, parts, dtype, self._shapes[weight], exact.get(module))
+            if weight not in cuts and taken:
+                found.add(module)
+        return found
 
     def _divides(self, kind: Kept, cut: Cut | None, shape: Shape) -> bool:
         """Whether the shard of a weight begins and ends at borders of its blocks or groups."""
