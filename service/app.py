@@ -76,7 +76,7 @@ class Gateway:
         telemetry: Telemetry,
         tenants: Tenants,
         gateway: str,
-        open_files: int = open_files.MOST,
+        open_files: int = open_files.MAX,
         defaults: Sampling | None = None,
     ) -> None:
         """`gateway`: id of this process.  `open_files`: its maximum number of open files, connections included.

@@ -25,8 +25,8 @@ from quire.engine.observers.measurements import STALLED_S
 from quire.engine.observers.metrics import Telemetry
 from quire.engine.observers.metrics_page import Page
 from quire.engine.orders import LocalBox, Report
-from quire.engine.process.hot_prefixes import LONGEST, WRITE_S, PrefixCounts, warm
-from quire.engine.wire.hot_prefix_store import MAX_BYTES, MOST
+from quire.engine.process.hot_prefixes import MAX_TOKENS, WRITE_S, PrefixCounts, warm
+from quire.engine.wire.hot_prefix_store import MAX_BYTES, MAX_PREFIXES
 from quire.engine.wire.link import BusDown
 from quire.engine.wire.messages import Generate, HotPrefix, Sampling
 from tests.ports import free_port
@@ -187,12 +187,12 @@ def test_writes_come_every_few_seconds_and_only_after_hits() -> None:
 def test_what_is_stored_is_bounded_and_the_coldest_leave() -> None:
     store = Store()
     counted = counts(store)
-    for i in range(8 * MOST):
+    for i in range(8 * MAX_PREFIXES):
         counted.count(started([i], 1))
         counted.count(started([997], 1))
-    assert len(counted._hot) == 4 * MOST
+    assert len(counted._hot) == 4 * MAX_PREFIXES
     counted.write(0.0)
-    assert len(store.stored["f00d"]) == MOST
+    assert len(store.stored["f00d"]) == MAX_PREFIXES
     assert store.stored["f00d"][0] == prefix([997] * SIZE)
     big = MAX_BYTES // 4 // 4 // SIZE  # blocks in a quarter of it
     for i in range(3 * 4 * 4):
@@ -206,9 +206,9 @@ def test_what_is_stored_is_bounded_and_the_coldest_leave() -> None:
 def test_of_a_long_prefix_the_beginning_is_kept() -> None:
     store = Store()
     counted = counts(store)
-    counted.count(started([5], LONGEST // SIZE + 9))
+    counted.count(started([5], MAX_TOKENS // SIZE + 9))
     counted.write(0.0)
-    assert len(tokens(store.stored["f00d"][0])) == LONGEST
+    assert len(tokens(store.stored["f00d"][0])) == MAX_TOKENS
 
 
 def test_hits_fade() -> None:
@@ -231,7 +231,7 @@ def test_hits_fade() -> None:
 @pytest.mark.perf
 def test_counting_costs_a_few_microseconds_a_request() -> None:
     """On this thread's own clock, so that a busy machine does not matter: each finds another prefix, of 512 tokens."""
-    events = [started([i], 512 // SIZE) for i in range(4 * MOST)]
+    events = [started([i], 512 // SIZE) for i in range(4 * MAX_PREFIXES)]
     best = float("inf")
     for _ in range(5):
         counted = counts(Store())

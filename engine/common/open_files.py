@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import resource
 
-MOST = 1_048_576  # soft limit to set if the hard limit is infinite
+MAX = 1_048_576  # soft limit to set if the hard limit is infinite
 
 
 def raise_limit() -> tuple[int, int]:
@@ -13,9 +13,9 @@ def raise_limit() -> tuple[int, int]:
 
     The usual soft limit is 1,024, for old programs that use select().  A server needs more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST if hard == resource.RLIM_INFINITY else hard
+    wanted = MAX if hard == resource.RLIM_INFINITY else hard
     if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return soft if soft != resource.RLIM_INFINITY else MOST, soft if soft != resource.RLIM_INFINITY else MOST
+        return soft if soft != resource.RLIM_INFINITY else MAX, soft if soft != resource.RLIM_INFINITY else MAX
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         return soft, wanted

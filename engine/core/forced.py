@@ -27,8 +27,8 @@ from quire.engine.core.sequence import Sequence, State
 
 # Minimum tokens of a jump, including the token sampled last.  A jump adds a slice to a decode step, which makes the
 # step slower, so the jump has to save two steps.  5 answers of 96 tokens by SmolLM2-135M, of the schemas of `python -m
-# quire.engine.tools structured`, took 478 steps without jumps, and 421, 430, 436, 463 steps with FEWEST = 2, 3, 4, 6.
-FEWEST = 3
+# quire.engine.tools structured`, took 478 steps without jumps, and 421, 430, 436, 463 steps with MIN_JUMP = 2, 3, 4, 6.
+MIN_JUMP = 3
 
 
 class ForcedTokens:
@@ -75,10 +75,10 @@ class ForcedTokens:
         self.jump_tokens += tokens
 
     def ready(self, step: int) -> list[Sequence]:
-        """Return the decoding sequences with at least FEWEST tokens to compute in `step`, by `order`."""
+        """Return the decoding sequences with at least MIN_JUMP tokens to compute in `step`, by `order`."""
         if not self._ahead:
             return []
         decoding = (seq for seq in self._ahead.values() if seq.state is State.DECODING)
-        found = [seq for seq in decoding if seq.known - seq.computed_before(step) >= FEWEST]
+        found = [seq for seq in decoding if seq.known - seq.computed_before(step) >= MIN_JUMP]
         self._ahead = {id(seq): seq for seq in found}
         return sorted(found, key=lambda seq: seq.order)

@@ -19,7 +19,7 @@ from quire.engine.core.batch import Batch, IssuedPlan
 from quire.engine.core.blocks import BlockPool
 from quire.engine.core.checkpoints import CheckpointPolicy
 from quire.engine.core.drafts import Drafts
-from quire.engine.core.forced import FEWEST, ForcedTokens
+from quire.engine.core.forced import MIN_JUMP, ForcedTokens
 from quire.engine.core.groups import Groups
 from quire.engine.core.isolation import Isolation
 from quire.engine.core.layer_groups import LayerGroups
@@ -136,7 +136,7 @@ class PlanBuilder:
         for seq in ready:
             start = seq.computed_before(self._step)
             end = self._writable_end(seq, start, min(seq.known - start, left + 1))
-            if end - start < FEWEST:
+            if end - start < MIN_JUMP:
                 continue
             self.layers.advance(seq, start)
             self._edits.grow(seq, max(0, -(-end // self._pool.block_size) - len(seq.table)))

@@ -18,7 +18,7 @@ import torch
 from quire.engine.config import EngineConfig
 from quire.engine.executor.models.weights import CACHE
 
-MOST = 32  # maximum measurements kept, the newest
+MAX_MEASUREMENTS = 32  # maximum measurements kept, the newest
 
 
 class MemoryPlan:
@@ -39,7 +39,7 @@ class MemoryPlan:
     def remember(self, size: int) -> None:
         """Store the measured bytes.  An unwritable cache only costs time, so it is no error."""
         kept = {key: value for key, value in self._read().items() if key != self._key}
-        kept = {**dict(list(kept.items())[1 - MOST :]), self._key: size}
+        kept = {**dict(list(kept.items())[1 - MAX_MEASUREMENTS :]), self._key: size}
         draft = self._store.with_name(f"{self._store.name}.{os.getpid()}")
         try:
             draft.parent.mkdir(parents=True, exist_ok=True)

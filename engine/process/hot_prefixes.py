@@ -19,7 +19,7 @@ from quire.engine.loop import Engine
 from quire.engine.observers.metrics import Telemetry
 from quire.engine.observers.turn_record import Observer, TurnRecord
 from quire.engine.orders import LocalBox
-from quire.engine.wire.hot_prefix_store import MOST, bounded
+from quire.engine.wire.hot_prefix_store import MAX_PREFIXES, bounded
 from quire.engine.wire.link import BusDown
 from quire.engine.wire.messages import FOREVER_MS, Abort, Delta, Generate, HotPrefix, Sampling
 from quire.engine.wire.prefixes import prefix_digests
@@ -29,7 +29,7 @@ log = logging.getLogger("quire.warming")
 
 WRITE_S = 5.0  # minimum seconds between two writes
 FADE = 0.99  # factor of each count per write: a prefix with one hit is dropped after 69 writes (6 minutes)
-LONGEST = 32_768  # maximum tokens of a prefix; longer prefixes are cut
+MAX_TOKENS = 32_768  # maximum tokens of a prefix; longer prefixes are cut
 AHEAD = "ahead "  # prefix of the ids of warm-up requests
 
 
@@ -50,14 +50,14 @@ class PrefixCounts:
             self.write(record.marks[-1])
 
     def count(self, event: Event) -> None:
-        """Count one prefix hit.  New prefixes are ignored while 4 * MOST prefixes are counted, until the next write.
+        """Count one prefix hit.  New prefixes are ignored until the next write while 4 * MAX_PREFIXES are counted.
 
         Hits of requests with a LoRA adapter are ignored, because the warm-up uses the base model."""
         if event.request.adapter:
             return
-        blocks = min(len(event.digests), LONGEST // self._block_size)
+        blocks = min(len(event.digests), MAX_TOKENS // self._block_size)
         digest = event.digests[blocks - 1]
-        if digest not in self._hot and len(self._hot) < 4 * MOST:
+        if digest not in self._hot and len(self._hot) < 4 * MAX_PREFIXES:
             token_ids = event.request.token_ids[: blocks * self._block_size]
             tokens = struct.pack(f"<{len(token_ids)}I", *token_ids)
             self._hot[digest] = 0.0, HotPrefix(tokens, event.request.cache_salt)

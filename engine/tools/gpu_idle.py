@@ -32,7 +32,7 @@ from quire.engine.wire.messages import Sampling
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 PROMPT, WARM, STEPS = 128, 40, 60  # prompt tokens, warm-up steps of the complete batch, profiled steps
 JOINING = 200  # maximum output tokens of the first sequence when the last sequence joins
-MOST = 12  # maximum kernels in the result
+MAX_KERNELS = 12  # maximum kernels in the result
 
 
 class Idle(msgspec.Struct):
@@ -110,7 +110,7 @@ def evaluate(batch: int, did: list[Did]) -> Idle:
         between_steps=gap / step,
         idle=idle / (until - did[0].end),
         launches=round((len(did) - 1) / steps),
-        kernels={name: round(ns / steps / 1e6, 4) for name, ns in time_of.most_common(MOST)},
+        kernels={name: round(ns / steps / 1e6, 4) for name, ns in time_of.most_common(MAX_KERNELS)},
     )
 
 

@@ -19,14 +19,14 @@ from quire.engine.wire.messages import HotPrefix
 from quire.engine.wire.scripts import REQUESTS_WAIT
 
 TTL_MS = 600_000  # lifetime of the stored prefixes after the last write
-MOST = 128  # maximum stored prefixes
+MAX_PREFIXES = 128  # maximum stored prefixes
 MAX_BYTES = 1 << 20  # maximum bytes of stored tokens and salts: 262,144 tokens
 
 
 def bounded(prefixes: Sequence[HotPrefix]) -> list[HotPrefix]:
-    """Return as many of the first prefixes as fit MOST and MAX_BYTES."""
+    """Return as many of the first prefixes as fit MAX_PREFIXES and MAX_BYTES."""
     sizes = accumulate(len(prefix.tokens) + len(prefix.cache_salt.encode()) for prefix in prefixes)
-    return [prefix for prefix, size in zip(prefixes[:MOST], sizes, strict=False) if size <= MAX_BYTES]
+    return [prefix for prefix, size in zip(prefixes[:MAX_PREFIXES], sizes, strict=False) if size <= MAX_BYTES]
 
 
 class HotPrefixStore:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from quire.engine.core.blocks import AccountingError
-from quire.engine.core.forced import FEWEST
+from quire.engine.core.forced import MIN_JUMP
 from quire.engine.core.limits import Totals
 from quire.engine.core.policy.step_cost import PROBE
 from tests.core import oracle
@@ -47,7 +47,7 @@ def test_forced_tokens_take_fewer_steps_than_tokens(depth: int) -> None:
     assert totals.jumped_tokens < totals.forced_tokens < 240
     assert forced.core.step < plain.core.step
     assert plain.core.report.totals.forced_tokens == plain.core.report.totals.jumped_tokens == 0
-    assert max(len(delta.token_ids) for delta in forced.deltas) > FEWEST
+    assert max(len(delta.token_ids) for delta in forced.deltas) > MIN_JUMP
 
 
 def test_counts_begin_anew_when_the_prefix_warm_up_is_done() -> None:

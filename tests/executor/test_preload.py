@@ -18,7 +18,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.core.plan import Sampler, Slice, Start, StepPlan
 from quire.engine.executor import local, preload
 from quire.engine.executor.kv_cache import KVShape, allocate
-from quire.engine.executor.memory_plan import MOST, MemoryPlan
+from quire.engine.executor.memory_plan import MAX_MEASUREMENTS, MemoryPlan
 from quire.engine.process.standby import OPTIONAL, without_optional_packages
 from quire.engine.tools import tiny_checkpoints
 from quire.engine.tools.models import model_class
@@ -134,7 +134,7 @@ def test_the_memory_plan_is_recalled_for_the_same_configuration_alone(checkpoint
     assert plan(engine_id="e", standby=True).recall() == 12345
     for other in (plan(engine_id="f"), plan("8 128", engine_id="e"), plan(engine_id="e", kv_dtype="e4m3")):
         assert other.recall() == 0
-    for i in range(MOST):
+    for i in range(MAX_MEASUREMENTS):
         plan(str(i)).remember(1 + i)
     assert plan(engine_id="e").recall() == 0  # only the newest are kept
     (tmp_path / "activations.json").write_text("[1]")

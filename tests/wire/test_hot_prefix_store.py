@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import redis
 
-from quire.engine.wire.hot_prefix_store import MAX_BYTES, MOST, TTL_MS, bounded
+from quire.engine.wire.hot_prefix_store import MAX_BYTES, MAX_PREFIXES, TTL_MS, bounded
 from quire.engine.wire.link import BusDown
 from quire.engine.wire.messages import HotPrefix
 from quire.engine.wire.token_log import TOKEN_BYTES
@@ -41,8 +41,8 @@ async def test_it_is_one_key_that_goes_away_in_minutes(bus: Bus) -> None:
 
 async def test_its_size_is_bounded(bus: Bus) -> None:
     engine = await bus.engine()
-    await engine.hot_prefixes.write("f", [prefix(i) for i in range(2 * MOST)])
-    assert await engine.hot_prefixes.take("f") == [prefix(i) for i in range(MOST)]
+    await engine.hot_prefixes.write("f", [prefix(i) for i in range(2 * MAX_PREFIXES)])
+    assert await engine.hot_prefixes.take("f") == [prefix(i) for i in range(MAX_PREFIXES)]
     length = 32_768
     most = MAX_BYTES // TOKEN_BYTES // length
     await engine.hot_prefixes.write("f", [prefix(i, length) for i in range(2 * most)])

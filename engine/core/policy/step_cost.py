@@ -16,7 +16,7 @@ FRESH = 1 / 4  # maximum weight of a new step with prompts in the moving average
 ROUND = 64  # prompt tokens from which a step with prompts has full weight
 OUTLIER = 3.0  # a measurement is clipped to this multiple of the average, since other processes delay steps, too
 AIM = 0.7  # fraction of the time limit that prompts may use; the rest covers errors of the averages
-LEAST = 1  # minimum prompt tokens of a step, so that every prompt makes progress
+MIN_TOKENS = 1  # minimum prompt tokens of a step, so that every prompt makes progress
 CROWD = 4  # prompts get more time if there are more pending prompts than decoding sequences divided by this
 FIRST = 128  # prompt tokens of a step before any measurement: seconds, for an 8B model on two CPU cores
 FLOOR = 64  # minimum prompt tokens on a slow machine: with fewer, reading the weights would dominate the step
@@ -130,7 +130,7 @@ class StepCostModel:
         if not (alone := self.decode_s(seqs)) or self.mixed_steps >= PROBE:
             return 0
         time = AIM * (stretch - 1) * alone * max(1.0, CROWD * pending / (exposed or seqs))
-        return max(LEAST, int(time / self.token_s))
+        return max(MIN_TOKENS, int(time / self.token_s))
 
     def tokens_within(self, seqs: int, seconds: float) -> int | None:
         """Return the maximum prompt tokens with `seqs` decoding sequences, for a step of at most `seconds`.

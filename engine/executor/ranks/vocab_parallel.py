@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.engine.executor import ops
 from quire.engine.executor.ranks.ranks import Ranks
 
-LEAST = torch.iinfo(torch.int64).min  # minimum key, of a rank without columns
+MIN_KEY = torch.iinfo(torch.int64).min  # minimum key, of a rank without columns
 
 
 class VocabParallelLogits:
@@ -37,7 +37,7 @@ class VocabParallelLogits:
         """Choose the argmax of each row, as `SamplerBank.run` does if `general` is false.
 
         own [N, columns]; slots [N] i64; tokens [N] i64 and outcome [N] u8 are written.  All ranks must call this."""
-        keys = torch.full_like(slots, LEAST)
+        keys = torch.full_like(slots, MIN_KEY)
         if self._mine:
             ops.argmax(own[:, : self._mine], self._first, keys)
         self._ranks.all_max_on_device(keys)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.engine.core.blocks import BlockPool
 from quire.engine.core.limits import Limits
-from quire.engine.core.policy.step_cost import FIRST, FLOOR, LEAST, PACE_STEPS, PROBE, STALE, StepCostModel
+from quire.engine.core.policy.step_cost import FIRST, FLOOR, MIN_TOKENS, PACE_STEPS, PROBE, STALE, StepCostModel
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor
 from quire.engine.wire.messages import Generate, Sampling
@@ -112,7 +112,7 @@ def test_a_prompt_always_goes_on(steps: list[tuple[float, int, int]]) -> None:
             costs.record_step(seconds, rows, tokens)
         if costs.prompt_tokens(7, 1, 2.0) == 0:
             costs.record_step(seconds, 7, 0)
-        assert (budget := costs.prompt_tokens(7, 1, 2.0)) is None or budget >= LEAST
+        assert (budget := costs.prompt_tokens(7, 1, 2.0)) is None or budget >= MIN_TOKENS
 
 
 def test_a_crowd_of_prompts_gets_more() -> None:
