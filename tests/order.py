@@ -77,7 +77,7 @@ SECONDS = {
     "tests/system/test_starts.py": 10,
 }
 CLIENTS = Path(__file__).parent / "clients"  # `make clients` runs them
-PROCESSES_S = 25  # of another file of tests/system, which starts servers
+PROCESSES_S = 25  # any other file of tests/system: it starts servers
 SPLIT = {  # a function each for a worker: no fixture that more than one of them uses takes long
     "tests/core/policy/test_jumps.py",
     "tests/executor/test_determinism.py",

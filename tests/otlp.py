@@ -51,7 +51,7 @@ class Collector:
     def __init__(self) -> None:
         self.spans: list[Seen] = []
         self.asked = 0  # requests received
-        self.status = 200  # of its answers
+        self.status = 200  # HTTP status of its answers
         self.answering = threading.Event()  # cleared: requests are accepted but not answered
         self.answering.set()
         collector = self

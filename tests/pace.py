@@ -1,7 +1,7 @@
 """Own every wait of the tests: each is a multiple of what this machine shows at the moment.
 
-patience() bounds a hang, by LONGEST_S at most: a passing test never waits for so long.  paced() is a time-out of the
-product that a passing test does wait for, such as a lease.  wait_until() and until() poll; a pause of the machine
+patience() bounds a hang, by LONGEST_S at most: a passing test never waits for so long.  paced() is a time-out of
+Quire that a passing test does wait for, such as a lease.  wait_until() and until() poll; a pause of the machine
 counts as one poll.
 """
 

@@ -101,7 +101,7 @@ def test_the_bytes_of_held_grammars_are_bounded(caplog: pytest.LogCaptureFixture
         started += running
         gate.gate.ended(running)
     assert sorted(started) == sorted(one.id for one in (*orders, quiet, shared))
-    assert started.index("quiet") <= 5  # of 22
+    assert started.index("quiet") <= 5  # among 22
     assert peak < 13 << 20  # the last one may exceed the bound, by 4 MiB less what was left
     assert gate.store.counts.held_bytes == 0
     assert len([one for one in caplog.records if "requests with other grammars wait" in one.message]) == 1

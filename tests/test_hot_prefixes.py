@@ -94,7 +94,7 @@ class Counted(ScriptedExecutor):
     def __init__(self, blocks: int = 64, lost: frozenset[int] = frozenset()) -> None:
         super().__init__(INFO, blocks)
         self.lost = lost
-        self.tokens: list[int] = []  # of prompts, step by step
+        self.tokens: list[int] = []  # prompt tokens, step by step
 
     def submit(self, plan: StepPlan) -> None:
         self.tokens.append(sum(len(piece.token_ids) for piece in plan.slices))

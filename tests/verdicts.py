@@ -34,7 +34,7 @@ TEST_S = 600.0  # longest limit of one test, on the slowest machine
 TEARDOWN_S = 60.0  # for the fixtures of a test that has used up its limit
 STUCK_S = 60.0  # more, for a call that no signal interrupts
 UNTIL = "TESTS_UNTIL"
-SLOW_FILES = 40  # that the summary names
+SLOW_FILES = 40  # files that the summary names
 SLOW_S = 60.0  # sum of the tests' times from which on the summary names files
 
 
@@ -42,7 +42,7 @@ class Limit:
     """The limit of the test that runs: first a signal, then the end of the process."""
 
     def __init__(self) -> None:
-        self._settings: Any = None  # of pytest-timeout; None: no test with a limit runs
+        self._settings: Any = None  # pytest-timeout's; None: no test with a limit runs
         self._end = 0.0  # on the monotonic clock
 
     def start(self, item: pytest.Item, settings: Any) -> bool:

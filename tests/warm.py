@@ -5,9 +5,9 @@
 
 An interpreter that imports these takes four seconds of CPU time, a fork 50 ms.  `Popen` takes the place of
 subprocess.Popen: same arguments, and the process is a child of its caller.  It starts MODULES warm, and code (`-c`) if
-the caller names this class; all else starts as ever, and so does what has another environment that an import reads.
-`quire engine` and `quire gateway` replace themselves by another program (os.execve): in a fork that stays warm, too.
-A forked process has a template of its own for what it starts itself.  Tests of the start use subprocess.Popen.
+the caller names this class; all else starts normally, and so does a process that differs in a variable that an import
+reads. `quire engine` and `quire gateway` replace themselves by another program (os.execve): in a fork that stays warm,
+too. A forked process has a template of its own for what it starts itself.  Tests of the start use subprocess.Popen.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Template:
             return int(self._line.recv(64))
 
 
-_templates: list[Template] = []  # of this process: none or one
+_templates: list[Template] = []  # this process's: none or one
 
 
 def template() -> Template:
@@ -291,7 +291,7 @@ def become(request: dict[str, Any], descriptors: list[int]) -> None:
     own = {"serve", "--tensor-parallel", "quire.loadtest"} & set(re.split("[= ]", " ".join(words)))
     if words[0] == "-c" or (
         own and "quire.engine.process.fork_server" not in words
-    ):  # whose forks could not share a template
+    ):  # their forks could not share a template
         start_template_of_its_own()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     run_main(words)

@@ -1,4 +1,4 @@
-"""A log whose reader stopped: callers go on, drops are counted and reported, the process ends in bounded time."""
+"""A log whose reader stopped: it blocks no caller, drops are counted and reported, the process ends in bounded time."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tests.core.drafters import AllDrafts
 from tests.core.oracle import EOS, VOCAB, OracleExecutor, StepFails, reference, reference_beams
 
 FAR = 2**60
-BAD_SEED = 7  # of requests whose steps fail from their third token on
+BAD_SEED = 7  # seed of requests whose steps fail from their third token on
 
 
 class Rig:
@@ -86,7 +86,7 @@ class Rig:
         self.over: set[str] = set()
         self.milestones: dict[tuple[str, int], list[str]] = defaultdict(list)
         self.plans: list[StepPlan] = []
-        self.failures: list[dict[tuple[str, int], int]] = []  # of each failed step: key -> known tokens
+        self.failures: list[dict[tuple[str, int], int]] = []  # one per failed step: key -> known tokens
         self.now = 0
 
     def start(self) -> None:
@@ -307,7 +307,7 @@ class Rig:
     def run(self) -> None:
         """Until nothing is left; as the loop does it, `depth` steps in flight."""
         for _ in range(100_000):
-            if len(self.executor.plans) == self.executor.depth:  # of steps that a test left in flight
+            if len(self.executor.plans) == self.executor.depth:  # a test may have left steps in flight
                 self.commit()
             submitted = self.submit()
             if self.executor.plans and (not submitted or len(self.executor.plans) == self.executor.depth):

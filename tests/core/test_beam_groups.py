@@ -64,7 +64,7 @@ def test_a_group_is_preempted_as_a_whole_and_finds_the_same_answers(steps: int, 
 
 
 def test_groups_larger_than_the_pool_take_turns() -> None:
-    """Neither fits beside the other.  Both end with the answers of a search alone; the younger one makes room."""
+    """They do not fit together.  Both end with the answers of a search alone; the younger one is preempted."""
     rig = Rig(blocks=26, depth=1, max_seqs=16)
     for seed in range(3):
         rig.add([5 + seed] * 6, 22, n=2, beams=Beams(4), ignore_eos=True)

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"(?<!\\)\[[^\]]*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)")
 README_LINES = 130
-COLUMNS = 6  # of a table
+COLUMNS = 6  # most columns of a table
 
 
 def pages() -> list[Path]:

@@ -30,7 +30,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
-METHODS, ATTRIBUTES = 25, 22  # of a class, at most: more of them do several jobs
+METHODS, ATTRIBUTES = 25, 22  # at most per class: a class with more does several jobs
 # Classes above a bound, with what they have.  The list may only shrink: take a job out into a class of its own.
 LARGER = {
     "engine/bus_thread.py BusThread": (24, 27),

@@ -36,7 +36,7 @@ class Hub(BaseHTTPRequestHandler):
 
     files: ClassVar[dict[str, bytes]] = {}
     fetched: ClassVar[list[str]] = []
-    ranges: ClassVar[list[str]] = []  # which parts of files were asked for
+    ranges: ClassVar[list[str]] = []  # requested byte ranges of files
     broken: ClassVar[set[str]] = set()  # files that are listed and not sent
     cut_at: ClassVar[list[int]] = []  # bytes of a weight file after which the connection breaks; one for each answer
 

@@ -82,7 +82,7 @@ def test_scales_of_two_bytes_are_kept(power: float, stored: torch.dtype, seed: i
 
 @given(st.integers(0, 100))
 def test_other_scales_are_off_by_less_than_a_thousandth(seed: int) -> None:
-    scale = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed))  # of either sign
+    scale = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed))  # scales of either sign
     scale[3] = 0
     records, row_scale = pack(torch.zeros(16, 64, dtype=torch.uint8), scale, None)
     for row in range(16):

@@ -21,7 +21,7 @@ from quire.engine.executor.ranks.ranks import Ranks
 from tests.executor.driver import Driver
 from tests.executor.test_worker import own_logits, rounded_attention, words
 
-LAYERS, HEADS = 2, 2  # of the tiny llama here
+LAYERS, HEADS = 2, 2  # the tiny llama of these tests
 PER_TENSOR = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 PLAIN = [KVShape(HEADS, 32)] * LAYERS
 Quantised = Callable[[str], tuple[Path, dict[str, Any]]]

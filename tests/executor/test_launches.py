@@ -20,7 +20,7 @@ from quire.engine.wire.messages import Beams
 from tests.executor.test_gpu import GREEDY, llm, words
 
 pytestmark = pytest.mark.gpu
-LAYERS = 2  # of the llama of tests/checkpoints.py
+LAYERS = 2  # the llama of tests/checkpoints.py
 WRITE, DECODE, COPY = "rope_kv_write_kernel", "decode_kernel", "block_copy_kernel"
 PREFILL = ("sm90::kernel", "mma::prefill_kernel")
 

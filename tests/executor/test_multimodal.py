@@ -163,7 +163,7 @@ def test_the_parts_of_two_ranks_are_the_text(tmp_path: Path, monkeypatch: pytest
     directory = make(tmp_path, "qwen3_vl_moe")
     config = served_part(read_config(directory), directory)
     whole = read_weights(directory, config, "auto").state_dict()
-    monkeypatch.setattr(shard_proof, "prove_parts", lambda *_: None)  # which needs the other rank
+    monkeypatch.setattr(shard_proof, "prove_parts", lambda *_: None)  # needs the other rank
     parts = [read_weights(directory, config, "auto", ranks=Ranks(rank, 2)).state_dict() for rank in range(2)]
     halved = [name for name, tensor in whole.items() if parts[0][name].numel() * 2 == tensor.numel()]
     assert {name.split(".")[-2] for name in halved} >= {"q_proj", "k_proj", "v_proj", "o_proj", "experts", "lm_head"}

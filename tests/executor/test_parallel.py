@@ -515,7 +515,7 @@ def test_no_rank_outlives_its_engine(checkpoint: Checkpoint) -> None:
         assert "quire.engine.process.rank" in rank.cmdline()
         engine.kill()
     psutil.wait_procs([rank], timeout=patience(60))
-    assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE  # of a container without an init process
+    assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE  # zombie: if no init process reaps it
 
 
 @pytest.mark.parametrize("other", ["absent", "of other weights"])

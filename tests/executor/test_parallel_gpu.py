@@ -62,10 +62,10 @@ def test_greedy_text_of_a_mixture_of_experts(tmp_path: Path, closing: list[LLM])
 def test_text_of_quantised_weights(tmp_path: Path, closing: list[LLM], kind: str) -> None:
     """Most tokens are the choice of the float32 model of the same weights.
 
-    kind: of the checkpoint, or the value of --quantize.  The other tokens are where the error of rounded inputs
-    decides; wrong numbers would leave one in 640."""
+    kind: of the checkpoint, or the value of --quantize.  The other tokens are near ties, which the error of rounded
+    inputs decides; with wrong weights one token in 640 would agree."""
     plain = make_checkpoint(tmp_path / "plain", "llama", **TWICE_AS_WIDE)
-    if kind in ("fp8", "int4"):  # of --quantize
+    if kind in ("fp8", "int4"):  # values of --quantize
         exact = as_served(plain, torch.uint8 if kind == "int4" else torch.float8_e4m3fn, head=torch.float8_e4m3fn)
         engine = llm(plain, tensor_parallel=2, quantize=kind)
     else:

@@ -349,7 +349,7 @@ def test_logits_of_int4_are_those_of_the_stored_weights(
     assert mean_square(got - want) <= 14 / 65_000 * float(want.abs().max())
 
 
-GPU = torch.device("cuda")  # of a reader that never asks for it
+GPU = torch.device("cuda")  # the reader never uses this device
 FP8_KINDS = ["fp8-block", "fp8-tensor", "ct-fp8-channel", "ct-fp8-block", "modelopt", "modelopt-file"]
 
 

@@ -91,7 +91,7 @@ def test_any_part_of_experts_in_one_tensor(data: st.DataObject) -> None:
     each_value(["fp8-block", "ct-int8", "awq-32", "gptq-32", "w4-64-asym", "w4-128-order", "w8-64"], [-1, -2]),
 )
 def test_two_ranks_read_each_number_once(quantised: Made, kind: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where an area ends at units.  Scales alone may be read by both."""
+    """For areas that end at units.  Only scales may be read by both ranks."""
     read: list[int] = []
     noting = noted_open(lambda found: read.append(found.nbytes))
     monkeypatch.setattr("quire.engine.executor.models.quantised.stored_weights.safe_open", noting)
@@ -102,7 +102,7 @@ def test_two_ranks_read_each_number_once(quantised: Made, kind: str, dim: int, m
     for first in (0, 128):
         weight_of(directory, name, Cut(dim, first, first + 128))
     assert sum(whole) <= sum(read) <= sum(whole) + sum(whole[:-1])
-    assert sorted(read)[-2:] == [whole[-1] // 2] * 2  # the numbers
+    assert sorted(read)[-2:] == [whole[-1] // 2] * 2  # the weights
 
 
 class RowsOf(Ranks):

@@ -426,7 +426,7 @@ def test_experts_of_llama4(kind: str, order: str, tmp_path: Path) -> None:
     directory, exact = make_llama4(tmp_path, kind)
     assert sum(".experts." in name for name in exact) == 4 * 3
     model = check_served(reorder(directory, order), "llama4", with_experts_in_one(exact), tmp_path)
-    assert bool(model.changes) == (kind == "w4-32")  # of the shared expert
+    assert bool(model.changes) == (kind == "w4-32")  # changes are those of the shared expert
 
 
 def test_experts_of_llama4_in_one_tensor(tmp_path: Path) -> None:

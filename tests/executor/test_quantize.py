@@ -426,7 +426,7 @@ def test_a_model_of_other_sizes_is_refused(tmp_path: Path, kind: Literal["fp8", 
 def test_text_with_graphs_and_preemption(tmp_path: Path, kind: Literal["fp8", "int4"]) -> None:
     """Most of the tokens of 30 sequences that preempt each other are the choice of the rounded weights' float32 model.
 
-    The others are where the error of rounded inputs decides; wrong numbers would leave one in 640."""
+    The others are near ties, which the error of rounded inputs decides; with wrong weights one in 640 would agree."""
     directory = make_tiny(tmp_path / "llama", "llama", **GPU_FAMILIES["llama"])
     options: dict[str, Any] = {
         "kv_blocks": 60,

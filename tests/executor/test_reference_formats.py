@@ -73,7 +73,7 @@ class Kind:
     format: str  # as its config calls it
     kept: Kept = NONE
     ignore: tuple[str, ...] = ("lm_head",)
-    changes: dict[str, Any] = field(default_factory=dict)  # of the model's config
+    changes: dict[str, Any] = field(default_factory=dict)  # changes to the model's config
 
 
 # down_proj has 132 inputs: the last word of 8 values is not full.  No int4 GEMM accepts that size, which is no

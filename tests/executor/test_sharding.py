@@ -98,7 +98,7 @@ def test_the_parts_of_all_ranks_are_the_whole_and_nothing_else_is_read(
     directory = make_tiny(tmp_path / family, family) if family == "qwen3_moe" else checkpoint(family)
     config = AutoConfig.from_pretrained(directory)
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict()
-    monkeypatch.setattr(shard_proof, "prove_parts", lambda *_: None)  # which needs the other ranks
+    monkeypatch.setattr(shard_proof, "prove_parts", lambda *_: None)  # needs the other ranks
     read: list[int] = []
     monkeypatch.setattr(plain_weights, "safe_open", noted_open(lambda found: read.append(found.numel())))
     parts, size = [], 2

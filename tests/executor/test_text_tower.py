@@ -75,7 +75,7 @@ def test_the_parts_of_two_ranks_are_the_text_part(family: str, tmp_path: Path, m
     directory = make(tmp_path, family, **({"text_config": {"global_head_dim": 32}} if family == "gemma4" else {}))
     config = served_part(read_config(directory), directory)
     whole = read_weights(directory, config, "auto", part=True).state_dict()
-    monkeypatch.setattr(shard_proof, "prove_parts", lambda *_: None)  # which needs the other rank
+    monkeypatch.setattr(shard_proof, "prove_parts", lambda *_: None)  # needs the other rank
     parts = [read_weights(directory, config, "auto", part=True, ranks=Ranks(rank, 2)) for rank in range(2)]
     divided = 0
     for name, tensor in whole.items():

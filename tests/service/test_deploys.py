@@ -37,8 +37,8 @@ def says(tokenizer: Tokenizer) -> Callable[[Generate, int], tuple[list[int], Fin
 
 
 class Client:
-    """Asks once, and comes back as often as it must; whoever is `plain` does as OpenAI's client does: it asks again
-    only where there was no answer."""
+    """Sends one request and resumes as often as needed; a `plain` client acts as OpenAI's: it retries only if there was
+    no answer."""
 
     def __init__(self, url: str, number: int, max_tokens: int, *, plain: bool = False, get: bool = False) -> None:
         self.url, self.plain, self.get = url, plain, get

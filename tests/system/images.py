@@ -45,11 +45,11 @@ from tests.system.processes import ROOT, Process, ending, wait_until_ready
 
 TARGETS = ("gateway", "engine-cpu")  # stages of the Dockerfile
 TOOLS = ("buildah", "debootstrap", "apt-get", "redis-server")
-NEEDED_GB = 20  # of disk: a layer is a full copy, because the storage is plain directories
+NEEDED_GB = 20  # disk: a layer is a full copy, because the storage is plain directories
 PACKAGES = "python3,python3-venv,python3-pip,ca-certificates"
 # As in the base image: buildah takes $PATH of the Dockerfile from it.
 PATH = "/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin"
-USER = 10001  # of the images
+USER = 10001  # user id in the images
 MODEL = f"/opt/quire/models/{demo.NAME}"
 QUESTION = "What is the capital of France?"
 GB = 1e9
@@ -175,7 +175,7 @@ def make_base(buildah: Buildah, name: str, release: str) -> None:
     if buildah.has(name):
         return
     root = buildah.folder / "base"
-    shutil.rmtree(root, ignore_errors=True)  # of a run that was interrupted
+    shutil.rmtree(root, ignore_errors=True)  # left by an interrupted run
     command = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", release, str(root), mirror(release)]
     run(command, buildah.folder / "debootstrap.log", buildah.env)
     container = buildah("from", "scratch")

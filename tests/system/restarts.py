@@ -2,10 +2,10 @@
 
     python -m tests.system.restarts [--rounds 3] [--prefixes 6] [--tokens 800] [--rate 4] [--seconds 15]
 
-The only engine of the 42M-parameter model of loadtest.throughput is told to go and started again, with and without
---warm-seconds in turn, under requests that come at a steady rate (Poisson), each with one of a few long prefixes and a
-short end of its own.  Time to first token is from when a request was due; who is refused comes again every 50 ms.
-Printed are those of requests due within so many seconds after the engine was back, beside those before it went.
+The only engine (the 42M-parameter model of loadtest.throughput) gets SIGTERM and is started again, with and without
+--warm-seconds in turn, under Poisson arrivals; each prompt is one of a few long prefixes and a short suffix of its own.
+Time to first token counts from when a request was due; a refused one is retried every 50 ms.  Printed are those of
+requests due within so many seconds after the engine was ready again, and those before it stopped.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Answer:
         }
         self.tokens: list[list[int]] = [[] for _ in range(n)]
         self.texts = [""] * n
-        self.logprobs: list[list[float]] = [[] for _ in range(n)]  # of each token: its own, then its alternatives
+        self.logprobs: list[list[float]] = [[] for _ in range(n)]  # per token: its own, then its alternatives'
         self.ends: list[tuple[str, Any] | None] = [None] * n
         self.usage: dict[str, int] = {}
         self.ids: set[str] = set()

@@ -1,4 +1,4 @@
-"""Redis behind TLS and a password, as a managed one is: `rediss://:password@host/?ssl_ca_certs=...` for everybody."""
+"""Redis behind TLS and a password, as a managed one is: all use `rediss://:password@host/?ssl_ca_certs=...`."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ UNTRIED = """
 # Kinds of layers that the code names but no text of the family has.
 NOT_OF_TEXTS = {
     "falcon_h1": {"full_attention", "linear_attention"},  # each layer is "hybrid": it has both
-    "muse_glimmer": {"window_attention"},  # of its images' tower, which is written in the same file
+    "muse_glimmer": {"window_attention"},  # its vision tower's, which is in the same file
     "muse_spark": {"window_attention"},  # likewise
     "paddleocr_vl": {"sliding_attention"},  # read of `layer_types`, which the config of its text has not
 }

@@ -54,7 +54,7 @@ class Node:
             preexec_fn=die_with_parent(),  # noqa: PLW1509  (see EmbeddedRedis)
         )
         self.client = redis.Redis(port=self.port, socket_timeout=LIMIT_S)
-        self.slots = range(0)  # that it was given at the start
+        self.slots = range(0)  # slots assigned at the start
 
     @property
     def url(self) -> str:

@@ -120,7 +120,7 @@ async def test_a_submit_beyond_the_room_and_its_excess_queues_nothing(bus: Bus) 
     await take(engine, tokens=50)
     assert (await gateway.fleet()).free_tokens == 50
     await take(engine, tokens=50, requests=0)
-    assert (await gateway.fleet()).free_tokens == 0  # no seat
+    assert (await gateway.fleet()).free_tokens == 0  # no free sequence
     await engine.close()
     assert (await gateway.fleet()).free_tokens == 0
 
@@ -248,7 +248,7 @@ def full(engine: str, preemptible_tokens: int, *crowd: str) -> EngineLoad:
 
 
 async def test_a_full_engine_claims_for_who_holds_less_than_its_share(bus: Bus) -> None:
-    """As far as the crowd would yield, whoever's turn it is, and nothing of the crowd's own."""
+    """At most what preempting `loud` would free, whichever tenant's turn it is, and no request of `loud`."""
     gateway, engine = await bus.gateway(), await bus.engine()
     for i in range(3):
         await gateway.submit(generate(f"loud{i}", tenant="loud"))

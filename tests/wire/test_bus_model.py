@@ -29,7 +29,7 @@ from tests.wire.sides import LONG_MS
 
 ENGINES = ("e0", "e1")
 TENANTS = {"": 1.0, "half": 0.5, "double": 2.0}
-SHARE = 0.25  # of the late lane
+SHARE = 0.25  # the late lane's
 
 
 def load(engine: str) -> EngineLoad:
@@ -37,8 +37,8 @@ def load(engine: str) -> EngineLoad:
 
 
 class BusModel(RuleBasedStateMachine):
-    """The model: arrival order, who waits, who holds what, what a lapsed engine still believes it has, the tenants'
-    counters (VTC's algorithm, written down once more), what each request has said, and who is suspected of what."""
+    """The model: arrival order, waiting requests, claims, what a lapsed engine still believes it has, the tenants'
+    counters (a second implementation of VTC), each request's emitted tokens, and the suspects."""
 
     server: EmbeddedRedis
 
@@ -58,11 +58,11 @@ class BusModel(RuleBasedStateMachine):
         self.lanes: dict[str, str] = {}  # request -> its lane, or the one that it returns to
         self.front: set[str] = set()  # waiting requests that have produced tokens
         self.overdue: set[str] = set()
-        self.credit = 0.0  # of the late lane, in prompt tokens
+        self.credit = 0.0  # the late lane's, in prompt tokens
 
         self.counters = dict.fromkeys(TENANTS, 0.0)
         self.sizes: dict[str, int] = {}  # request -> its size class
-        self.left: str | None = None  # whose queue emptied last
+        self.left: str | None = None  # tenant whose queue emptied last
         self.room = dict.fromkeys(ENGINES, 0)
         self.held: dict[str, set[str]] = {name: set() for name in ENGINES}
         self.known: set[str] = set()  # engines that have synced and not lapsed since

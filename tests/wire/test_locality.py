@@ -141,9 +141,9 @@ async def test_an_engine_takes_what_follows_a_request_that_it_leaves(bus: Bus) -
     holder, other = await two(bus, holding(prompt(1, 1024)))
     await gateway.submit(ask("a", prompt(1, 1100)))
     await gateway.submit(ask("b", prompt(2, 1100)))
-    assert ids(await sync(other, "e2", requests=1)) == ["b"]  # of the same tenant
+    assert ids(await sync(other, "e2", requests=1)) == ["b"]  # the same tenant's
     await gateway.submit(ask("c", prompt(3, 1100), tenant="second"))
-    assert ids(await sync(other, "e2", requests=1)) == ["c"]  # of a tenant whose turn comes later
+    assert ids(await sync(other, "e2", requests=1)) == ["c"]  # a tenant's whose turn comes later
     assert ids(await sync(holder, "e1")) == ["a"]
 
 

@@ -81,7 +81,7 @@ async def test_reader_and_bell_follow_a_name_that_moves(name: Name, how: str, mo
                 name.demote()
                 await asyncio.sleep(paced(0.5))
                 name.move()
-            with contextlib.suppress(BusDown):  # of the first connection that it tries
+            with contextlib.suppress(BusDown):  # raised by the first connection that it tries
                 await gateway.fleet()
             await gateway.submit(generate("b"))
             with redis.Redis.from_url(name.servers[1].url) as client:

@@ -145,7 +145,7 @@ async def test_claims_outside_a_crowd_go_through_the_tenants_once(own_bus: Bus, 
     with tenants_read(client, 120) as read:
         got, count = await commands(client, engine.sync([], [], full, 0, 0))
     assert ids(got) == [f"quiet {at:02}" for at in range(20)]
-    assert sum(read) <= 2 * (len(crowd) + 1) + 20  # of both lanes
+    assert sum(read) <= 2 * (len(crowd) + 1) + 20  # tenants read in both lanes
     assert count <= 9 + OFFER + 20 * 24  # a sync, and each claim; Redis 6.2 counts four commands more than 7.0
 
 

@@ -136,7 +136,7 @@ def test_learns_a_distribution_conditional_on_what_is_produced() -> None:
     truth = [lognormal(rng, 165) for _ in range(50_000)]
     for produced in (0, 50, 200, 500):
         left = sorted(min(length - produced, 600) for length in truth if length > produced)
-        few = 0.35 if produced == 500 else 0.2  # of the last 512 outputs, about 20 came so far
+        few = 0.35 if produced == 500 else 0.2  # about 20 of the last 512 outputs came so far
         for q in (0.25, 0.5, 0.75):
             assert lengths.quantile(q, produced, 600) == pytest.approx(left[int(len(left) * q)], rel=few)
 
@@ -284,7 +284,7 @@ def test_a_burst_with_lengths_unknown_is_served_without_preemptions_on_a_full_po
         assert mean(mode, "pauses") == 0
 
 
-@pytest.mark.nightly  # of a mode that only a study has
+@pytest.mark.nightly  # a mode that only a study uses
 def test_reserving_the_worst_case_leaves_most_of_the_pool_empty() -> None:
     report = simulate.simulate(burst(0)[:200], simulate.engine_limits("reserve"), 512)
     print(simulate.line("reserve", 0, report))
@@ -343,7 +343,7 @@ def test_eta_is_paged_over_static_blocks() -> None:
         assert report.filled == pytest.approx(filled)
 
 
-@pytest.mark.nightly  # of a mode that only a study has
+@pytest.mark.nightly  # a mode that only a study uses
 def test_static_allocation_wastes_what_paging_saves() -> None:
     """On the ShareGPT-like trace, where every request has max_tokens 2,048."""
     trace = Path(__file__).resolve().parents[3] / "loadtest" / "traces" / "sharegpt_like.jsonl"

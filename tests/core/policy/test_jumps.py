@@ -11,7 +11,7 @@ from tests.core import oracle
 from tests.core.oracle import FORCED
 from tests.core.rig import Rig
 
-DECODE_S = 0.004  # of a step without slices
+DECODE_S = 0.004  # duration of a step without prefill slices
 PROMPT = list(range(3, 16))
 
 

@@ -25,7 +25,7 @@ BLOCKS = 512
 STEP = StepTime(fixed=0.003, row=0.00075, prompt_token=0.0002)  # the 42M model on two cores with AVX-512
 # The same on two cores without bf16 instructions, as a burst measured it: prompts are slower than the KV cache.
 SLOW = StepTime(fixed=0.01, row=0.0017, prompt_token=0.0008)
-SHARE = 0.1  # of the late lane
+SHARE = 0.1  # the late lane's
 LANES = GatewayConfig(ttft_target_s=SLO_TTFT_S, late_wait_s=1000.0)
 FIFO = GatewayConfig(ttft_target_s=1e-9, late_wait_s=1000.0)  # all that waits is late: in the order of arrival
 
@@ -42,7 +42,7 @@ class Burst:
         self.tokens, self.blocks, self.pace = Rate(), Rate(), Pace()
         self.now = 0.0
         self.lanes: dict[Lane, list[int]] = {"on_time": [], "late": []}
-        self.credit = 0.0  # of the late lane
+        self.credit = 0.0  # the late lane's
         self.arrived = 0  # jobs so far
         self.claimed: dict[int, Lane] = {}  # job -> the lane that it was claimed from
         self.claimed_s: dict[int, float] = {}  # job -> when

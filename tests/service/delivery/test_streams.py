@@ -120,7 +120,7 @@ class Wire:
         self.settled: list[tuple[str, str, list[int]]] = []
         self.kept: list[str] = []
         self.refusals = 0
-        self.lane: Lane = "on_time"  # that submits join
+        self.lane: Lane = "on_time"  # lane that submits join
         self.queue_full = False
         self.waiting: dict[str, Place] = {}  # what `places` answers
         self.placed = 0  # how often it was asked

@@ -15,7 +15,7 @@ from tests.service.fakes import Served
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "service" / "web"
-MAX_BYTES = 100_000  # of all files of the playground, vendored ones included
+MAX_BYTES = 100_000  # all files of the playground, vendored ones included
 # Path below the root of the site -> file.
 FILES = {
     prefix + str(path.relative_to(ROOT / "service" / folder)): path

@@ -25,7 +25,7 @@ def decoded(data: bytes) -> Any:
 
 
 def every_line(stream: bytes) -> list[Any]:
-    """As llmperf and SGLang's bench_serving: each line that is not blank is an event after six characters."""
+    """As llmperf and SGLang's bench_serving: each non-empty line is an event after six characters."""
     return [decoded(line.strip()[6:]) for line in stream.split(b"\n") if line.strip()]
 
 

@@ -51,7 +51,7 @@ def grows_faster(template: ResponseTemplate, beginning: str, unit: str, piece: i
 
 
 TEXTS = list(itertools.product(BEGINNINGS, (PIECE, FACTOR * SHORT), UNITS))
-EACH = 17  # of these texts one is tried for each template, another one for the next: all are tried, and each pair
+EACH = 17  # each template tries one text in 17, the next template others: all texts are tried, and each pair
 assert math.gcd(EACH, len(UNITS)) == 1  # so that a template sees every unit
 
 

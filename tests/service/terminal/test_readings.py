@@ -166,7 +166,7 @@ def test_a_restarted_gateway_or_engine_never_makes_a_rate_negative_or_huge() -> 
     new.telemetry.count(metrics.REQUESTS, 4, "/v1/completions", "200")
     other.telemetry.count(metrics.REQUESTS, 7000, "/v1/completions", "200")
     found = figures(merge([new.read(2.0), other.read(2.0)]), old.read(0.0))
-    assert found.requests_per_s == 2.0  # of g since its restart; how old the counts of h are is not known
+    assert found.requests_per_s == 2.0  # g's since its restart; the age of h's counts is unknown
     assert found.tokens_per_s == (10 + 20) / 2
     assert figures(other.read(2.0), old.read(0.0)).seconds is None
 

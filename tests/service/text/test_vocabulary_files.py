@@ -96,7 +96,7 @@ def test_tokens_and_text_are_those_of_sentencepiece(made: Made, text: str) -> No
     """A text that begins with spaces excepted, where only the first segment begins with one: see docs/limits.md."""
     if made.tokenizer._backend.pre_tokenizer is not None:
         text = text.lstrip(" \u2581")
-    text = text.replace("\u2581", " ")  # which is how a space is written in pieces
+    text = text.replace("\u2581", " ")  # a space, as token pieces spell it
     ids = made.tokenizer._encode(text, special=False)
     assert ids == made.library.encode(text)
     assert made.tokenizer.text_of(ids, skip_special=False) == made.library.decode(ids)
@@ -124,7 +124,7 @@ def test_the_offline_api_has_the_same_tokens(made: Made) -> None:
 async def test_chats_have_the_special_tokens_of_the_file(tmp_path: Path) -> None:
     tokenizer = converted(trained(tmp_path / "model", AS_LLAMA, **LLAMA))
     [ids] = await tokenizer.encode(request(messages=[{"role": "user", "content": "fox</s>"}]))
-    assert ids.count(2) == 1  # that of the template; the client's stays text
+    assert ids.count(2) == 1  # the template's; the client's stays text
     assert "fox</s></s>" in tokenizer.text_of(ids, skip_special=False)
     assert tokenizer.text_of([2, 1], skip_special=True) == ""
     assert tokenizer._encode("fox", special=True)[0] == 1

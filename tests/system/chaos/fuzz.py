@@ -56,7 +56,7 @@ OPTIONS = {
     "scripted": ["--executor=scripted", "--scripted-step-ms=1"],
     "tiny": ["--dtype=float32", "--threads=1"],
 }
-NO_LOGPROBS = frozenset({"logprobs", "top_logprobs"})  # which the scripted engine does not say
+NO_LOGPROBS = frozenset({"logprobs", "top_logprobs"})  # the scripted engine does not send them
 RETAIN_S = 15
 SLACK_MIB = {"gateway": 48, "engine": 32, "redis": 8}  # more than this is a leak
 WARM_UP = 300  # requests, after which memory is at its level
@@ -72,7 +72,7 @@ class Found:
     statuses: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     memory: dict[str, tuple[float, float]] = field(default_factory=dict)  # MiB before and after
-    stall_s: dict[str, float] = field(default_factory=dict)  # of each gateway, the border of its highest bucket
+    stall_s: dict[str, float] = field(default_factory=dict)  # gateway -> upper bound of its highest non-empty bucket
     busy_s: dict[str, float] = field(default_factory=dict)
     ping_s: float = 0.0
     seconds: float = 0.0

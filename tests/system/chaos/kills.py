@@ -7,9 +7,9 @@ One `quire serve --deterministic`, with the demo model or with a tiny checkpoint
     plain    a completion, sampled               n       four completions of one prompt, sampled
     json     a chat with a JSON schema           tools   a chat that must call a function
 
-They are answered once while nothing happens.  Then --streams clients ask them over and over, as streams, and cannot
-come back, while the engine is killed with SIGKILL.  A kill comes when every open stream has gone on since the one
-before.  Every answer must be what it was: text, arguments, finish reasons and usage.  Exit status 1 where one is not.
+They are answered once without a fault.  Then --streams clients send them repeatedly, as streams that cannot be
+resumed, while the engine is killed with SIGKILL: the next kill follows when every open stream has continued since the
+last.  Every answer must equal the first: text, arguments, finish reasons and usage.  Exit status 1 if one differs.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Found:
 
     answers: Counter[str] = field(default_factory=Counter)  # complete and as they were, by kind
     met: list[int] = field(default_factory=list)  # open streams at each kill
-    pauses_s: list[float] = field(default_factory=list)  # of each of them: its longest silence
+    pauses_s: list[float] = field(default_factory=list)  # the longest silence of each
     wrong: list[str] = field(default_factory=list)
     tokens: int = 0
     seconds: float = 0.0

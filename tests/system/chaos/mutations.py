@@ -211,7 +211,7 @@ class Mutator:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self.ids: list[str] = []  # of answers, events and responses seen lately
+        self.ids: list[str] = []  # ids of recent answers, events and responses
 
     def request(self, number: int) -> Request:
         """Nearly a function of seed and number: ids to resume depend on earlier answers."""

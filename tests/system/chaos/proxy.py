@@ -20,7 +20,7 @@ class Proxy:
         self._ends: set[asyncio.StreamWriter] = set()  # both ends of every connection
         self._tasks: set[asyncio.Task[None]] = set()
         self.port = 0
-        self.delay_s = 0.0  # of every block, in both directions
+        self.delay_s = 0.0  # delay of every block, in both directions
         self.down = False  # new connections are closed as soon as they are made
 
     async def __aenter__(self) -> Self:

@@ -9,10 +9,10 @@ Last-Event-ID.
     engine    the new one starts and is ready; the old one gets SIGTERM, hands its requests over and exits
     gateway   the new one starts and is ready; new connections go to it; the old one gets SIGTERM and exits
       plain      has only plain clients: their streams have its --drain-s (30 s) to end, then end in an error
-      resuming   its clients come back at the new one: it waits GRACE_S and then lets go of their streams
+      resuming   its clients resume at the new one: it waits GRACE_S and then closes their streams
 
 Every token is compared with what the scripted engine must say (readers.py).  A gap is the longest silence of a stream
-that was live at the SIGTERM, until every such stream has gone on; beside it stands the same with nothing happening.
+that was live at the SIGTERM, until every such stream has continued; it is printed next to the same without a restart.
 Exit status 1 where a token was lost, repeated or wrong, a request failed, a process did not exit with 0 or a gateway
 took longer than its --drain-s.  Plain streams that a gateway cuts off at the end of its --drain-s are counted.
 """
@@ -70,7 +70,7 @@ class Update:
     exit_s: float = 0.0  # from SIGTERM to the exit
     cut: int = 0  # plain streams that ended in an error, because the drain was over
     status: int = 0
-    gaps_s: list[float] = field(default_factory=list)  # of the streams that were live
+    gaps_s: list[float] = field(default_factory=list)  # gaps of the streams that were live
 
 
 @dataclass

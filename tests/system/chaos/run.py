@@ -41,7 +41,7 @@ class Setting:
     streams: int  # live at any time
     tokens: tuple[int, int]  # tokens of an answer: minimum and maximum
     seed: int
-    step_ms: float = 20.0  # of the scripted engine
+    step_ms: float = 20.0  # the scripted engine's
     between_s: tuple[float, float] = (0.1, 1.0)  # from a round's end, every stream having gone on, to the next round
 
 
@@ -51,7 +51,7 @@ class Round:
 
     kind: str
     pauses_s: list[float]
-    after_s: list[float]  # of each pause, how much was left when the fault was over
+    after_s: list[float]  # how much of each pause was left when the fault was over
     took_s: float  # the fault
     recovered: bool  # every stream went on
 
@@ -63,7 +63,7 @@ class Report:
     setting: Setting
     rounds: list[Round] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
-    restarts: list[dict[str, float]] = field(default_factory=list)  # of engines: seconds by part
+    restarts: list[dict[str, float]] = field(default_factory=list)  # engine restarts: seconds by part
     seconds: float = 0.0
 
     @property

@@ -20,7 +20,7 @@ from quire.service.api.bodies import ChatBody, CompletionBody, DetokenizeBody, T
 from tests.service.http.hostile import corpus
 
 VOCAB = 100
-CORPUS_BYTES = 64 * 1024  # of each body of the corpus: larger ones are the stall test's
+CORPUS_BYTES = 64 * 1024  # limit of each body in the corpus: the stall test has larger ones
 MODEL = "tiny"
 POSTS: dict[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionBody,
