@@ -240,6 +240,9 @@ WRITTEN: list[tuple[str, str, str, str, list[Any]]] = [
     ("another's opening marker", "seed-oss", "<tool_call><function=weather><parameter=city>Paris</parameter></function></tool_call>", "", [PARIS]),
     ("no marker, a list", "phi4-mini", f"[{HERMES_CALL}]", "", [PARIS]),
     ("no marker, a list", "granite3", f"[{HERMES_CALL}]", "", [PARIS]),
+    ("only the name", "hermes", "<tool_call>\ntime\n</tool_call>ok", "ok", [("time", {})]),
+    ("only the name", "function-tags", "<tool_call>\ntime\n</tool_call>", "", [("time", {})]),
+    ("only a name, an unknown function", "hermes", "Write <tool_call>name</tool_call> for it.", "Write <tool_call>name</tool_call> for it.", []),
     ("only the closing marker", "nemotron-v2", f"[{HERMES_CALL}]</TOOLCALL>", "", [PARIS]),
 ]  # fmt: skip
 
