@@ -296,7 +296,7 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   //   decay    [T, heads] f32: logarithm of the factor of the old state · beta [T, heads] f32: factor of the delta rule
   //   q_scale  factor of q; eps > 0: q and k become x / sqrt(sum(x^2) + eps) first
   //   states   [slots, heads, keys, values] f32 · out [T, heads, values] f32
-  // S = exp(decay) S;  w = beta (v - k^T S), without beta v;  S += k w^T;  out = q^T S
+  // S = exp(decay) S;  w = beta (v - k^T S), or v if beta is absent;  S += k w^T;  out = q^T S
   m.def(
       "linear_recurrence(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta, float q_scale, float eps, "
       "Tensor(a!) states, Tensor rows, Tensor q_start, Tensor? lens, Tensor? keeps, Tensor(b!) out) -> ()");

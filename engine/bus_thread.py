@@ -70,7 +70,7 @@ class BusThread:
         # (digests gained, digests lost) of the prefix cache; None: the engine publishes no prefixes.
         self._prefixes: deque[tuple[list[bytes], list[bytes]]] | None = None
         self._backlog = PromptBacklog()
-        self._retry_s: float | None = None  # seconds after which to sync again for requests left to other engines
+        self._retry_s: float | None = None  # seconds until the next sync, after requests were left to other engines
         self._claimed: deque[tuple[int, int]] = deque()  # (sequence number, prompt tokens) of unreported claims
         self._claims = 0  # number of claims since start
         self._stopping = False

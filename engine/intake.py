@@ -17,7 +17,7 @@ from quire.engine.wire.messages import Generate
 
 TURN_TOKENS = 2**18  # work of one turn, in tokens of prompts and earlier outputs: about 8 ms
 ORDER_TOKENS = 512  # work of an order besides its tokens, in the same unit: about 16 us
-RESET_BLOCKS = 8_192  # blocks that one turn removes from the prefix cache: about 7 ms
+RESET_BLOCKS = 8_192  # maximum blocks that one turn of the loop evicts from the prefix cache: about 7 ms
 
 
 class Intake:

@@ -73,7 +73,7 @@ def jobs(workload: str, count: int, seed: int, scale: float = 1.0) -> list[Job]:
     """Return `count` jobs of one of WORKLOADS; `scale` multiplies all lengths, for small servers.
 
     sharegpt, alpaca: lognormal lengths around their means.  uniform-50: 50 tokens in, 50 out.
-    Workloads of SHARED: successive jobs use the workload's prefixes in turn.
+    Workloads of SHARED: successive requests use the workload's shared prefixes round-robin.
     agents: growing conversations.  The replay is open-loop, so a turn does not wait for the previous turn, and earlier
     answers are random tokens.  A prefix cache therefore finds the previous turn's prompt, but not its answer."""
 

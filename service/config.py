@@ -353,7 +353,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ready_without_engine: Annotated[
         bool,
         Meta(
-            description="Whether /ready is 200 while no engine takes requests. Off, a load balancer sends requests to "
+            description="Whether /ready is 200 while no engine takes requests. If not, load balancers send requests to "
             "other gateways. Set it where engines are scaled to zero: the requests that wait are what starts one."
         ),
     ] = False

@@ -32,11 +32,12 @@ void kv_write_e4m3(TokenRows key, TokenRows value, Cache k_cache, Cache v_cache,
                    const int64_t* kv_indices, int64_t tokens, int64_t kv_heads, int64_t block_size, int64_t head_size,
                    int threads);
 
-// In every cache copies block pairs[2i] to block pairs[2i + 1].  No block is written twice, or both read and written.
+// Copies block pairs[2i] to block pairs[2i + 1], in every layer's cache.  No block is written twice, or both read and
+// written.
 void block_copy(const std::vector<Cache>& caches, const int64_t* pairs, int64_t count, int64_t block_bytes,
                 int threads);
 
-// In every cache fills the given blocks with copies of `element`.
+// Fills the given blocks of every layer's cache with copies of `element`.
 void block_fill(const std::vector<Cache>& caches, const int64_t* blocks, int64_t count, int64_t block_bytes,
                 const char* element, int64_t element_bytes, int threads);
 

@@ -70,7 +70,7 @@ class ForcedTokens:
         self.jumps = self.jump_tokens = 0
 
     def jumped(self, tokens: int) -> None:
-        """Count a jump of the plan whose slice has `tokens` tokens."""
+        """Count one jump in this plan, of `tokens` forced tokens."""
         self.jumps += 1
         self.jump_tokens += tokens
 

@@ -57,7 +57,7 @@ class Sequence(msgspec.Struct, eq=False):
     tokens: list[int]  # prompt and output known so far
     state: State = State.WAITING
     queued_tokens: int = 0  # its known tokens when it entered the waiting queue; 0: not in the queue
-    queued_forks: int = 0  # blocks of its siblings that the queue counts
+    queued_forks: int = 0  # blocks that the waiting queue's total of KV-block demand includes for its siblings (n > 1)
     slot: int = -1  # its index in the executor's batch; -1: none
     table: list[int] = []
     windows: list[WindowTable] = []  # one table per window group; empty: no such layers, or the sequence has no blocks

@@ -60,11 +60,11 @@ class WindowPool(BlockPool):
         return [self.first_host_id + block for block in blocks]
 
     def ids(self, blocks: list[int]) -> list[int]:
-        """Return the plan ids of blocks of this pool."""
+        """Return the ids that step plans use for blocks of this pool."""
         return [self.first_id + block for block in blocks]
 
     def take_discarded(self) -> list[int]:
-        """Return the plan ids of the blocks freed since the last call."""
+        """Return the blocks freed since the last call, by the ids that step plans use."""
         discarded, self.discarded = self.discarded, []
         return self.ids(discarded)
 

@@ -133,7 +133,7 @@ class RequestTimes:
             self._span("queue", clock, event, clock.queued, now)
 
     def _span(self, name: str, clock: Clock, event: Event, since: float, now: float, step: int | None = None) -> None:
-        """Emit the trace span that ends with this event.  `step`: the last step that computed a part of the phase."""
+        """Emit the trace span that ends with this event.  `step`: the last step in which its phase ran."""
         if not clock.traced:
             return
         request = event.request

@@ -36,7 +36,9 @@ GPU_DEVICES = ("nvidiactl", "dxg")  # files in /dev whose presence means that pr
 
 
 def main(words: list[str]) -> int:
-    """Fork spares until standard input ends.  Returns the exit status of the server and, in a spare, of the spare."""
+    """Fork spares until standard input ends.
+
+    Returns an exit status: in the parent the server's, in a forked spare the spare's."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     name_process(SERVER_NAME)
     words = [*words, "--standby"]

@@ -3,7 +3,7 @@
     gateway  --watch()--> `watch` (WATCH_MS) ----the engine's next sync----> EngineSide.watched
              <--read()--- `pool_state:ENGINE` (STATE_MS) <---write()------------ the engine, a few times per second
 
-While no gateway watches, neither key exists.
+While no client watches, neither key exists.
 """
 
 from __future__ import annotations

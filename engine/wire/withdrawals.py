@@ -17,8 +17,8 @@ log = logging.getLogger("quire.bus")
 SCRIPT_COUNT = 64  # maximum withdrawals per script, which keep Redis busy for 2 to 4 ms
 
 Withdrawal = tuple[str, int]  # (request id, index of a choice, or UNREAD, or FOR_ALL)
-UNREAD = -1  # end all choices, unless another gateway listens
-FOR_ALL = -2  # end all choices, even if other gateways listen
+UNREAD = -1  # abort all choices, unless another gateway streams them, too
+FOR_ALL = -2  # abort all choices, even if other gateways stream them
 
 
 class Withdrawals:

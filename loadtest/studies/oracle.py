@@ -246,7 +246,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Print the shares; 2 and one line on stderr when the file is wrong."""
+    """Print the shares of requests on time.  Returns 2, with one line on stderr, for an invalid file."""
     args = options().parse_args(argv)
     try:
         arrivals = read(args.arrivals)

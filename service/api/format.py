@@ -61,7 +61,7 @@ class AnswerFormat(Protocol):
         """Return the last events of a stream that failed after its first event."""
 
     async def prepare_end(self, pacer: Pacer) -> None:
-        """Do the slow part of `done`, and of storing the answer, while other requests run."""
+        """Do the slow part of `done`, and of storing the answer, and yield to the event loop meanwhile."""
 
     async def whole(self, deltas: list[ChoiceDelta], pacer: Pacer) -> list[bytes]:
         """Return the body of a non-streaming answer, in parts, from all its deltas.  Other requests run meanwhile."""

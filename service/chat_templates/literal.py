@@ -224,7 +224,7 @@ class Hidden:
         self._free: Iterator[str] | None = None
 
     def messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages with characters hidden, except in messages of TRUSTED roles."""
+        """Return messages with private-use characters in place of those of special tokens, except for TRUSTED roles."""
         return [
             message
             if message["role"] in TRUSTED

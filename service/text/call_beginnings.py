@@ -114,7 +114,7 @@ def _plain(pattern: str) -> str:
 def _shortest(responses: ResponseTemplate, head: str) -> str:
     """Return the shortest beginning of `head` that the parser takes for a call; "" if there is none."""
     for notation in responses.notations:
-        if _pattern(notation) is None:  # it is not excluded from free text
+        if _pattern(notation) is None:  # the token mask does not keep this marker out of the text around calls
             continue
         for end in range(1, len(head) + 1):
             if notation.open.pattern.match(head[:end]):

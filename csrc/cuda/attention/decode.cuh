@@ -358,7 +358,8 @@ struct DecodeKernel {
     }
   }
 
-  // Writes a finished segment: to `out` if it is a complete head group, else to shared memory for merge_segments().
+  // Writes the result of a finished segment: to `out` if it covers all keys of its head group, else to shared memory for
+  // merge_segments().
   __device__ void finish_segment(const Walk& at, bool begins, States& states, const Acc& acc) const {
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n) {

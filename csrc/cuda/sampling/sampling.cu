@@ -143,8 +143,8 @@ __device__ Tally operator+(Tally a, Tally b) { return {a.sum + b.sum, a.count + 
 template <int buckets>
 struct Histogram {
   uint32_t counts[buckets];
-  // Sums in two words, because shared memory adds 32 bits at a time.  The order of the words alternates every 16
-  // buckets, to spread over all banks.
+  // 64-bit sums in two words, because atomicAdd in shared memory is fast only for 32 bits.  The order of the words
+  // alternates every 16 buckets, to spread over all banks.
   uint2 sums[buckets];
 
   __device__ static bool swapped(int bucket) { return bucket & 16; }
@@ -445,7 +445,7 @@ struct Weights {
     for (int i = 0; i < kVector; ++i) x[i] = raw.at(i);
     if (!adjusts() || at >= row.size) return;
     if (settings.mask) {
-      const uint32_t allowed = settings.mask[at / 32] >> at % 32;  // eight neighbours are bits of one word
+      const uint32_t allowed = settings.mask[at / 32] >> at % 32;  // the bits of eight consecutive tokens
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         if (!(allowed >> i & 1)) x[i] = -std::numeric_limits<float>::infinity();

@@ -17,7 +17,7 @@ from quire.engine.core.policy.step_cost import StepCostModel
 from quire.engine.core.waiting_queue import WaitingQueue
 
 STEPS = 2  # steps whose prompt tokens are claimed ahead: the engine syncs with the queue once per step
-SECONDS = 0.2  # if more than STEPS steps take less than this time, the prompt tokens of all of them are claimed ahead
+SECONDS = 0.2  # or the prompt tokens of this time, if that is more
 MEMORY = 8  # window of the moving average of prompt lengths, in claimed requests
 
 

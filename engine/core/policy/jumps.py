@@ -1,4 +1,5 @@
-"""Jump costs: whether computing forced tokens in one slice (a jump) saves more time than it adds to the step.
+"""Jump costs: whether jump-forward decoding, several forced tokens as one slice (chunk) of a step, saves more time than
+it adds to the step.
 
 A jump adds a slice to a decode step, which makes the step longer for every sequence in it.  On a GPU such a step runs
 other kernels, and large batches run without a CUDA graph, so a jump of four tokens may double the step's time.
@@ -10,8 +11,8 @@ So jumps save time if tokens * D / n > extra.  The plan has jumps only if they s
 every sequence waits for the longer step, few sequences jump, and a batch ends with its slowest sequence.  The extra
 time depends on the device, the model and n, so it is measured.
 
-The search for forced tokens takes some microseconds of host time per sequence with a grammar.  It stops for a while if
-jumps are refused repeatedly.
+The search for forced tokens takes some microseconds of host time per sequence with a grammar.  It pauses for REST
+plans after PATIENCE plans in which jumps would have cost more than they save.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from quire.engine.core.policy.step_cost import FRESH, OUTLIER, StepCostModel
 
 READINGS = 4  # number of steps with jumps to measure before any jump is refused
 GAIN = 2.0  # minimum ratio of saved time to extra time
-PATIENCE = 16  # consecutive refused plans before the search for forced tokens stops
+PATIENCE = 16  # consecutive plans in which jumps were too expensive, before the search for forced tokens pauses
 REST = 256  # plans without the search; afterwards one step with jumps is measured again
 
 
@@ -32,7 +33,7 @@ class _Size:
 
     extra_s: float = 0.0  # moving average of the seconds that jumps add to a step
     readings: int = 0  # measured steps with jumps
-    refused: int = 0  # refused plans since the last plan with jumps, or since the last pause of the search
+    refused: int = 0  # plans in which jumps were too expensive, since the last jumps or the last pause
     rest: int = 0  # remaining plans without a search for forced tokens
     again: bool = False  # measure one step with jumps after the pause
 

@@ -84,7 +84,7 @@ class GpuBlocks:
         return np.ascontiguousarray(lanes.transpose(0, 4, 1, 3, 5, 2, 6)).reshape(-1)
 
     def elements(self, inputs: int, outputs: list[int]) -> int:
-        """Return the elements of a site's matrices at the maximum rank."""
+        """Return the number of elements of A and B of a target module at the maximum rank."""
         ranks = -(-self.max_rank // ops.LORA_RANKS) * ops.LORA_RANKS
         a = len(outputs) * (-(-inputs // ops.LORA_INPUTS) * ops.LORA_INPUTS)
         return ranks * (a + sum(-(-size // ops.LORA_FEATURES) * ops.LORA_FEATURES for size in outputs))

@@ -118,7 +118,7 @@ def attention_of(config: PretrainedConfig) -> str | dict[str, str]:
 
 
 def passes_attention(config: PretrainedConfig) -> bool:
-    """Whether the class of the text declares that its attention function can be replaced."""
+    """Whether the language model's class declares that its attention function can be replaced."""
     text = config.get_text_config()
     own = class_of(config)
     if loses_towers(config) and type(text) in MODEL_MAPPING:

@@ -6,7 +6,8 @@
 
 local ALL_ADAPTERS = string.rep('\0', DIGEST_BYTES)  -- digest in `lacking` of an engine that takes no adapter at all
 
--- Returns {index = true} for the adapters that the engine could not use recently.  `digests`: '' for the base model.
+-- Returns {index = true} for the adapters that the engine lacked when it last claimed a request for them.  `digests`:
+-- '' for the base model.
 local function lacked_of(engine, digests)
   local words, places, lacked = {ALL_ADAPTERS .. engine}, {}, {}
   for at, digest in ipairs(digests) do
