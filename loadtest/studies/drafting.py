@@ -20,9 +20,10 @@ weights may be better placed in memory.  So `--rounds` is even.  The tokens of b
 runs before anything is measured, so that the engines know their step times.
 
 Prints one line of JSON: by kind and streams, tokens/s with drafts over tokens/s without (of all rounds, and the minimum
-and maximum of a round), `cpu`: the same in tokens per second of the process's CPU time, tokens per step of a stream (of
-a ramp: of all), the share of computed drafts that were accepted, and `host`: the share of the CPU time that the drafter
-and the controller took.  With --name they are written to loadtest/results/NAME.json as well.
+and maximum of a round), `cpu`: the same in tokens per second of the process's CPU time, `noise`: the ratio in the turns
+in which neither engine computed a draft, tokens per step of a stream (of a ramp: of all), the share of computed drafts
+that were accepted, and `host`: the share of the CPU time that the drafter and the controller took.  With --name they
+are written to loadtest/results/NAME.json as well.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ class Run:
     accepted: int = 0
     waiting: list[tuple[int, list[int]]] = field(default_factory=list)  # seed, prompt
     completions: list[Completion] = field(default_factory=list)
+    turns: list[tuple[float, int]] = field(default_factory=list)  # seconds and drafts of each step
 
     def join(self, count: int, temperature: float, tokens: int) -> None:
         """Submit the next `count` requests."""
@@ -115,7 +117,8 @@ class Run:
         with timed_calls(self.llm) as host:
             began, cpu = time.perf_counter(), time.process_time()
             self.llm.step()
-            self.seconds += time.perf_counter() - began
+            seconds = time.perf_counter() - began
+            self.seconds += seconds
             self.cpu_s += time.process_time() - cpu
         self.host_s += sum(host)
         tokens, drafted, accepted = (now - then for now, then in zip(self._counts(totals), before, strict=True))
@@ -123,6 +126,7 @@ class Run:
         self.drafted += drafted
         self.accepted += accepted
         self.steps += 1
+        self.turns.append((seconds, drafted))
 
     @staticmethod
     def _counts(totals: Totals) -> tuple[int, int, int]:
@@ -205,6 +209,8 @@ def compare(
     def tokens_per_cpu_s(runs: Sequence[Run]) -> float:
         return sum(one.tokens for one in runs) / sum(one.cpu_s for one in runs)
 
+    # Seconds of both engines in the turns without drafts: they differ by noise and memory placement only.
+    same = [(a[0], b[0]) for one, other in pairs for a, b in zip(one.turns, other.turns, strict=False) if not b[1]]
     steps = sum(one.steps for one in drafted)
     computed = sum(one.drafted for one in drafted)
     each = [tokens_per_s([pair[1]]) / tokens_per_s([pair[0]]) for pair in pairs]
@@ -213,6 +219,7 @@ def compare(
         "minimum": min(each),
         "maximum": max(each),
         "cpu": tokens_per_cpu_s(drafted) / tokens_per_cpu_s(plain),
+        "noise": sum(a for a, _ in same) / sum(b for _, b in same) if same else 1.0,
         "tokens_per_step": sum(one.tokens for one in drafted) / (steps * (1 if ramp else len(rounds[0]))),
         "accepted": sum(one.accepted for one in drafted) / max(1, computed),
         "drafts": computed,
