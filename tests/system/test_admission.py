@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import aiohttp
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.engine.core.plan import StepPlan
 from quire.engine.core.scheduler import Scheduler
+from quire.engine.wire.layout import STALE_MS
 from quire.engine.wire.messages import Generate
 from quire.engine.wire.records import Fleet
 from quire.loadtest.studies.baselines import MODES, WATERMARK, Mode
@@ -211,3 +214,37 @@ async def test_a_long_step_refuses_nobody_while_there_is_room(
                 assert not first.done()
             assert [await each for each in (first, *others)] == [200] * 4
             assert stack.engines[0].engine._dropped == 0, "the engine lost its lease during the step"
+
+
+async def test_the_kv_usage_that_gateways_read_is_at_most_a_second_old_and_that_of_a_silent_engine_does_not_count(
+    redis_server: EmbeddedRedis, namespace: str, checkpoint: Callable[[str], Path]
+) -> None:
+    """Idle engines report at least once per second; an engine without reports for STALE_MS counts as full."""
+    engine: dict[str, Any] = {"executor": "scripted", "lease_ms": paced_ms(60_000)}
+    resume = threading.Event()
+    with Stack(redis_server.url, namespace, checkpoint("llama"), engines=2, **engine) as stack:
+        bus = stack.engines[1].bus
+        sync = bus._sync
+
+        async def silent(*arguments: Any) -> None:
+            await asyncio.to_thread(resume.wait)
+            await sync(*arguments)
+
+        reports = [set[int](), set[int]()]
+
+        def reported_often(fleet: Fleet) -> bool:
+            for i, times in enumerate(reports):
+                last = fleet.exchanged_ms[f"engine{i}"]
+                times.add(last)
+                assert fleet.time_ms - last <= paced_ms(1_000), "a report that gateways use is older than 1 s"
+            return min(map(len, reports)) >= 4
+
+        try:
+            both = (await fleet_until(redis_server.url, namespace, reported_often)).free_tokens
+            with mock.patch.object(bus, "_sync", silent):
+                half = await fleet_until(redis_server.url, namespace, lambda fleet: fleet.free_tokens <= both // 2)
+            ages = [half.time_ms - half.exchanged_ms[f"engine{i}"] for i in range(2)]
+            assert ages[0] <= paced_ms(1_000)
+            assert ages[1] <= STALE_MS + paced_ms(1_000), "the capacity of a silent engine counted for longer"
+        finally:
+            resume.set()
