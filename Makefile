@@ -42,7 +42,7 @@ FETCHED := .venv-clients/openai-2.fetched .venv-clients/openai-3.fetched $(NODE)
 .DELETE_ON_ERROR:
 
 serve: $(KERNELS)
-	@$(RUN) -m quire.service.cli serve $(MODEL) $(ARGS)
+	@$(RUN) -m quire.service.start serve $(MODEL) $(ARGS)
 
 # Most tests wait for processes, so three files run at a time on two cores: `auto` follows the cores of this container
 # (tests/pace.py).  Those marked `alone` compare times of one load with those of another, and run before.  What ARGS names

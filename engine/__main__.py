@@ -5,6 +5,7 @@ main: options --> Server.start: model, logs, metrics page, queue --> Server.serv
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from quire.engine.bus_thread import BusThread
+from quire.engine.bus_thread import BusThread, check_redis
 from quire.engine.common import host_resources, logs, open_files, orphans, readiness, settings
 from quire.engine.common.deadline import ends_process
 from quire.engine.common.errors import OperatorError
@@ -119,6 +120,9 @@ class Server:
     def start(self) -> bool:
         """Load the model and connect.  Returns False for a spare that is not needed.  Raises OperatorError."""
         config = self._config
+        if not config.standby:  # a spare may wait while Redis is away
+            self._open_logs()
+            asyncio.run(check_redis(config))
         with low_priority() if config.standby else contextlib.nullcontext():
             load, prepare = code(config)
             self._watch.lap("imports")
@@ -129,7 +133,8 @@ class Server:
             self._watch = Stopwatch()
         self._executor = load(config)
         keep_what_is_loaded()
-        self._open_logs()
+        if config.standby:
+            self._open_logs()
         if not config.standby:  # logged only after all checks that end the process with a one-line error
             log.info("%s", host_resources.read())
         self._telemetry.describe_model(self._executor.info, config)

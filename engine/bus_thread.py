@@ -44,6 +44,28 @@ STOP_S = 5.0  # seconds that stop() waits for an unreachable Redis
 WAKEUP_PAUSE_S = 1.0  # pause after an error on the wake-up channel's connection
 
 
+def engine_side(config: EngineConfig) -> EngineSide:
+    """Return the engine's side of the bus, not connected.  Raises BusDown for a malformed URL."""
+    return EngineSide(
+        config.redis_url,
+        config.engine_id,
+        namespace=config.namespace,
+        lease_ms=config.lease_ms,
+        late_share=config.late_share,
+    )
+
+
+async def check_redis(config: EngineConfig) -> None:
+    """Connect and disconnect again, so that a wrong address is known before the model loads.
+
+    Raises BusDown, or VersionMismatch when processes of another version use this namespace."""
+    bus = engine_side(config)
+    try:
+        await bus.check()
+    finally:
+        await bus.close()
+
+
 class BusThread:
     """Syncs outputs and orders with Redis.
 
@@ -177,14 +199,7 @@ class BusThread:
             self._loop.close()
 
     async def _serve(self) -> None:
-        config = self._config
-        bus = EngineSide(
-            config.redis_url,
-            config.engine_id,
-            namespace=config.namespace,
-            lease_ms=config.lease_ms,
-            late_share=config.late_share,
-        )
+        config, bus = self._config, engine_side(self._config)
         await bus.open()
         self._bus = bus
         self._opened.put(None)

@@ -47,6 +47,7 @@ MAY_SEE: dict[str, set[str]] = {
         "engine.wire",
         "engine.config",
     },
+    "service.start": {"service.cli"},
     # Clients for a terminal.  They know the names of the gateway's metrics; bench is made of the load test's parts.
     "service.terminal": {"service.terminal", "service.common.metrics", "engine.common", "loadtest"},
     "service": set(),

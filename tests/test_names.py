@@ -45,6 +45,9 @@ def test_engines_without_a_name_get_different_ones(monkeypatch: pytest.MonkeyPat
     def fails(config: EngineConfig) -> None:
         raise ModelLoadError("far enough")
 
+    async def reached(config: EngineConfig) -> None: ...
+
+    monkeypatch.setattr(engine_main, "check_redis", reached)
     monkeypatch.setattr(engine_main, "BusThread", lambda config, telemetry: configs.append(config))
     monkeypatch.setattr(engine_main, "code", fails)
     for words in ([], [], ["--engine-id", "mine"]):

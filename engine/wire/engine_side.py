@@ -62,12 +62,16 @@ class EngineSide:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Generate).decode
 
+    async def check(self) -> None:
+        """Check that Redis answers, and its versions.  Raises BusDown or VersionMismatch."""
+        await self._link.check()
+
     async def open(self) -> None:
         """Connect, check versions, and requeue the requests that an earlier process of this name held.
 
         The engine belongs to the fleet from its first sync on.  Raises BusDown.
         """
-        await self._link.check()
+        await self.check()
         self._epoch = (await self._link.run_script(OPEN, self._engine, self._session)).decode()
         self._registered = True
         await self._link.retry(self._listen, link.PATIENCE_S)

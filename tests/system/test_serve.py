@@ -19,7 +19,7 @@ import pytest
 
 from quire.loadtest.server import engine_processes
 from quire.service import supervisor
-from tests.pace import patience, wait_until
+from tests.pace import Patience, patience, wait_until
 from tests.service.fakes import byte_level
 from tests.system import processes
 from tests.warm import COLD
@@ -309,6 +309,22 @@ def test_a_signal_during_the_start_leaves_no_traceback(number: signal.Signals, t
         says = (tmp_path / "log").read_text()
         assert "Traceback" not in says, says
         assert "is closed" not in says, says
+
+
+@pytest.mark.parametrize("cpu_ms", [100, 200, 400])
+def test_an_interrupt_while_the_command_is_imported_leaves_no_traceback(cpu_ms: int) -> None:
+    words = [sys.executable, "-m", "quire.service.start", "serve", "builtin", "--port=0", "--executor=scripted"]
+    with COLD(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as serve:
+        try:
+            bound = Patience(40)
+            while sum(psutil.Process(serve.pid).cpu_times()[:2]) < cpu_ms / 1000:
+                assert bound.lasts()
+            serve.send_signal(signal.SIGINT)
+            says = serve.communicate(timeout=patience(60))[1]
+        finally:
+            serve.kill()
+    assert "Traceback" not in says, says
+    assert serve.returncode in (-signal.SIGINT, 128 + signal.SIGINT)
 
 
 def test_an_interrupt_that_python_drops_ends_the_start_all_the_same() -> None:
