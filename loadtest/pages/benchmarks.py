@@ -16,6 +16,7 @@ def lines(results: Results) -> Iterator[str]:
     yield from throughput(results)
     yield from gateway(results)
     yield from burst(results)
+    yield from virtual_burst(results)
     yield from users(results)
     yield from memory(results)
     yield from sharing(results)
@@ -98,6 +99,20 @@ def burst(results: Results) -> Iterator[str]:
             f"{pct(run['goodput [%]'], 0)} % | {v(1000 * run['ITL p99, burst [ms]'], '.0f')} ms, "
             f"{v(run['longest gap [ms]'], '.2f')} s | {v(run['TTFT p50, burst [ms]'], '.1f')} s |"
         )
+
+
+def virtual_burst(results: Results) -> Iterator[str]:
+    figures = results["virtual_burst"]["figures"]
+    yield f"{v(figures['base_rate'], '.1f')} requests/s keep 80 % of the pool in use"
+    for mode in ("forecast", "threshold", "watermark", "reserve", "none"):
+        known, learned = (figures[f"{load}, {mode}"] for load in ("known", "learned"))
+        cells = [
+            ", ".join(v(run["preemptions_per_1000"], ".1f") for run in (known, learned)),
+            ", ".join(f"{v(run['longest_gap_s'], '.2f')} s" for run in (known, learned)),
+            ", ".join(f"{pct(run['pool_while_waiting'], 0)} %" for run in (known, learned)),
+            ", ".join(f"{v(run['seconds'], '.0f')} s" for run in (known, learned)),
+        ]
+        yield f"| {mode} | {' | '.join(cells)} |"
 
 
 def users(results: Results) -> Iterator[str]:
