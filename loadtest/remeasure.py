@@ -49,6 +49,7 @@ ALL = (
     Measurement("block_size_cpu", f"{STUDIES} block-size MODEL --requests 100 --lengths 128,512,1024,1900", 5),
     Measurement("beams_cpu", f"{STUDIES} beams --rounds 1 --dtype float32 --threads 2", 6),
     Measurement("virtual_burst", f"{STUDIES} virtual-burst", 5),
+    Measurement("sharing_gain", f"{STUDIES} sharing-gain", 8),
     Measurement("fairness", f"{STUDIES} fairness MODEL --seeds 1,2,3 --engines 2 --gateways 2 --rate 44", 7),
     Measurement("long_prompt_cpu", f"{STUDIES} long-prompt MODEL --tokens 32768 --steps 60", 4),
     Measurement(

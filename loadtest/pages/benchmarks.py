@@ -20,6 +20,7 @@ def lines(results: Results) -> Iterator[str]:
     yield from users(results)
     yield from memory(results)
     yield from sharing(results)
+    yield from sharing_gain(results)
     yield from beams(results)
     yield from fleet(results)
     yield from faults(results)
@@ -163,6 +164,19 @@ def sharing(results: Results) -> Iterator[str]:
         merged = {key: share for run in of for key, share in run["figures"].items()}
         cells = [", ".join(pct(merged[f"{kind}_{n}"]) for n in (2, 4, 6)) for kind in ("sampling", "beams")]
         yield f"| {name} | {cells[0]} % | {paper[name][0]} | {cells[1]} % | {paper[name][1]} |"
+
+
+def sharing_gain(results: Results) -> Iterator[str]:
+    figures = results["sharing_gain"]["figures"]
+    for name in ("below 200", "Alpaca", "ShareGPT", "4k", "beyond 8k"):
+        runs = [figures[f"{name}, n {n}, blocks of 16"] for n in (2, 4, 6)]
+        cells = [", ".join(v(run[key], ".2f") for run in runs) for key in GAINS]
+        yield f"| {name} | {v(figures[f'{name}, n 1, blocks of 16']['paged over static'], '.2f')} | {' | '.join(cells)} |"
+    sizes = [figures[f"ShareGPT, n 4, blocks of {size}"]["shared over paged"] for size in (8, 16, 32, 64)]
+    yield f"sharing gives {', '.join(v(gain, '.2f') for gain in sizes)} times"
+
+
+GAINS = ("paged over static", "shared over static", "shared over paged")
 
 
 def beams(results: Results) -> Iterator[str]:
