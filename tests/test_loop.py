@@ -254,7 +254,7 @@ async def test_what_was_said_of_a_lost_request_is_not_sent_after_the_news_of_its
         queue_share, watched = 0.5, False
         clock = RedisClock()
 
-        async def sync(self, batches: Any, finished: Any, *_: Any) -> SyncReply:
+        async def sync(self, batches: Any, finished: Any, *_: Any, **__: Any) -> SyncReply:
             sent.append(([delta.id for _, batch in batches for delta in batch.deltas], finished))
             first = len(sent) == 1
             return SyncReply([Generate("a", "g", [5], 6, Sampling(), 0)] if first and again else [], [], ["a"] * first)
@@ -285,7 +285,7 @@ async def test_a_reset_of_the_prefix_cache_precedes_the_claims_of_its_exchange()
         queue_share, watched = 0.5, False
         clock = RedisClock()
 
-        async def sync(self, *_: Any) -> SyncReply:
+        async def sync(self, *_: Any, **__: Any) -> SyncReply:
             return SyncReply([Generate("a", "g", [5], 6, Sampling(), 0)], [], reset_prefix_cache=True)
 
     side: Any = Side()

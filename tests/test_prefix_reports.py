@@ -267,7 +267,7 @@ class FakeSide:
         self.clock = RedisClock()
         self.reports: list[PrefixReport | None] = []
 
-    async def sync(self, *words: Any) -> SyncReply:
+    async def sync(self, *words: Any, **_: Any) -> SyncReply:
         self.reports.append(words[5])
         if len(self.reports) > 1:
             return SyncReply([], [])

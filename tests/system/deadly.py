@@ -48,8 +48,8 @@ class Deadly(ScriptedExecutor):
 
 
 class DeadlyBus(EngineSide):
-    async def sync(self, *args: Any) -> SyncReply:
-        claimed = await super().sync(*args)
+    async def sync(self, *args: Any, **more: Any) -> SyncReply:
+        claimed = await super().sync(*args, **more)
         if any(Deadly.deadly in request.token_ids for request in claimed.generates):
             raise RuntimeError("the bus thread can't read this")
         return claimed
