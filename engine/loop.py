@@ -31,7 +31,6 @@ from quire.engine.core.policy.allocation import shares_blocks
 from quire.engine.core.policy.step_cost import StepCostModel
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.state_pool import StatePool
-from quire.engine.core.window_reservations import max_sequences
 from quire.engine.executor.base import Executor, StepError
 from quire.engine.grammar_gate import GrammarGate
 from quire.engine.intake import Intake
@@ -58,10 +57,6 @@ class ConfigError(OperatorError):
 def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
     """Return a scheduler sized for a loaded model.  Raises ConfigError."""
     max_seqs, step_tokens = config.max_seqs or executor.max_seqs, config.step_tokens or executor.step_tokens
-    if windows := executor.info.windows:
-        sizes = {"block_size": config.block_size, "max_model_len": executor.info.max_model_len}
-        fit = max_sequences(windows, step_tokens=step_tokens, full_blocks=executor.blocks, **sizes)
-        max_seqs = min(max_seqs, fit)
     if step_tokens <= max_seqs:
         raise ConfigError(
             f"step_tokens is {step_tokens}; it must exceed max_seqs, {max_seqs}, or no prompt could start"
@@ -97,7 +92,7 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
     )
     costs = StepCostModel(executor.swap_bytes_per_s)
     states = StatePool(info.checkpoints) if info.state_bytes else None
-    core = Scheduler(pool, limits, HostPool(executor.host_blocks), costs, states, windows)
+    core = Scheduler(pool, limits, HostPool(executor.host_blocks), costs, states, info.windows)
     core.drafts.drafter = executor.drafter
     core.drafts.run_ahead = executor.depth > 1 and executor.drafter is not None
     core.drafts.max_drafts = info.draft_tokens

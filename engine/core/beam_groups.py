@@ -277,7 +277,7 @@ class BeamGroups:
                 f"{beams.width} beams of {limit} tokens, prompt included, take {blocks} blocks; "
                 f"this engine has {self._pool.total}"
             )
-        return self._layers.reservations.refusal(beams.width, blocks)
+        return ""
 
     def open(self, request: Generate, members: list[Sequence], answered: set[int]) -> BeamGroup:
         assert request.beams is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from quire.engine.core.batch import Batch
 from quire.engine.core.blocks import BlockPool
 from quire.engine.core.isolation import Isolation
+from quire.engine.core.layer_groups import LayerGroups
 from quire.engine.core.limits import Limits
 from quire.engine.core.open_requests import OpenRequests
 from quire.engine.core.policy.admission import AdmissionPolicy
@@ -33,6 +34,7 @@ class Headroom:
         batch: Batch,
         waiting: WaitingQueue,
         requests: OpenRequests,
+        layers: LayerGroups,
         admission: AdmissionPolicy,
         claims: Claims,
         isolation: Isolation,
@@ -40,13 +42,13 @@ class Headroom:
         swapping: Swapping,
     ) -> None:
         self._pool, self._limits, self._step_cost = pool, limits, step_cost
-        self._batch, self._waiting, self._requests = batch, waiting, requests
+        self._batch, self._waiting, self._requests, self._layers = batch, waiting, requests, layers
         self._admission, self._claims, self._isolation = admission, claims, isolation
         self._fairness, self._swapping = fairness, swapping
 
     def startable(self) -> tuple[int, int]:
         """Return (prompt tokens, requests) that the engine could start soon: the bound for claims from the queue."""
-        slots = self._batch.slots.free - len(self._waiting)
+        slots = min(self._batch.slots.free, self._layers.reservations.sequences_left()) - len(self._waiting)
         if not self._requests:
             return self._pool.total * self._pool.block_size, slots
         if self._swapping.sequences or self._isolation.active:  # swapped sequences and suspects go before new requests

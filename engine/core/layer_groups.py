@@ -10,8 +10,9 @@
   * A table index means the same tokens in every table.  Entries before `WindowTable.first` do not exist in the
     scheduler's table, and are stale in the executor's table, which never reads them.
   * Between two plans a sequence holds at most `WindowGroup.blocks_per_sequence` blocks of a group, at any length.
-    A plan adds the blocks of its own tokens.  A sequence reserves these blocks once, when it starts, so window blocks
-    never run out (window_reservations.py).  Admission, forecast and preemption count only blocks of full layers.
+    A plan adds the blocks of its own tokens.  A sequence reserves these blocks once, or those of its maximum length if
+    they are fewer, so window blocks never run out (window_reservations.py).  Admission, forecast and preemption count
+    only blocks of full layers.
   * A prefix hit ends at the last position at which every group has its last window cached.  Passed blocks stay cached
     until the pool needs them; blocks outside the windows before an anchor are evicted first (window_pool.py).
   * Beams keep all their window blocks, because a re-fork may return to any of them.
@@ -31,7 +32,7 @@ from quire.engine.core.plan import WindowGroup
 from quire.engine.core.sequence import Sequence as Seq
 from quire.engine.core.sequence import State, WindowTable
 from quire.engine.core.window_pool import WindowPool
-from quire.engine.core.window_reservations import WindowReservations, max_sequences
+from quire.engine.core.window_reservations import WindowReservations
 
 Copies = list[tuple[int, int]]  # (from block, to block), ids as in plans
 Edits = list[tuple[int, int, int]]  # (slot, table index, block)
@@ -41,7 +42,7 @@ class LayerGroups:
     """The layer groups of a model whose layers all attend to every token: one table per sequence, nothing to do."""
 
     pools: Sequence[WindowPool] = ()  # one per window group
-    reservations = WindowReservations([], 1 << 30, 1)  # without window groups every sequence fits
+    reservations = WindowReservations([], [], 1)  # without window groups every sequence fits
 
     # ------------------------------------------------------------------------------------------------------ admission
 
@@ -149,8 +150,9 @@ class WindowGroups(LayerGroups):
             host_blocks += group.host_blocks
         self._batch, self._fingerprint, self._size = batch, fingerprint, size
         sizes = {"block_size": size, "max_model_len": max_model_len}
-        capacity = max_sequences(groups, step_tokens=step_tokens, full_blocks=pool.total, **sizes)
-        self.reservations = WindowReservations([group.blocks_per_sequence(**sizes) for group in groups], capacity, size)
+        plan = WindowGroup.blocks_per_plan(size, step_tokens, pool.total)
+        each = [group.reserved_blocks(**sizes) for group in groups]
+        self.reservations = WindowReservations(each, [group.blocks - plan for group in groups], size)
         self._growth: list[tuple[Seq, int, int]] = []  # (sequence, table index, block id)
         self._copies: list[tuple[Seq, int, int]] = []  # (sequence, from id, to id)
         # Per group: source block of a planned copy -> references held until the plan is made.
@@ -223,8 +225,7 @@ class WindowGroups(LayerGroups):
             blocks = table.blocks[first - table.first :]
             pool.acquire(blocks)
             sibling.windows.append(WindowTable(first, blocks))
-        leader.window_units -= 1
-        sibling.window_units = 1
+        self.reservations.share(leader, sibling)
         self.resume(sibling)
 
     def share(self, source: Seq, count: int, seq: Seq) -> None:

@@ -129,6 +129,7 @@ class Scheduler:
             batch=self.batch,
             waiting=self.waiting,
             requests=self.requests,
+            layers=self.builder.layers,
             admission=self.admission,
             claims=self.claims,
             isolation=self.isolation,
@@ -157,10 +158,12 @@ class Scheduler:
         self.requests.open(request, sequences)
         self.groups.open(request, sequences, outputs)
         fault = fault or refusal(request, outputs, self.limits, room)
-        if fault := fault or self.groups.refusal(request, sequences[0].limit):
+        fault = fault or self.groups.refusal(request, sequences[0].limit)
+        fresh = [seq for seq in sequences if seq.known == seq.prompt_len and self.allocation.shares_prompt]
+        if fault := fault or self.builder.layers.reservations.refusal(sequences[0], max(1, len(fresh))):
             self._end_request(request.id, "error", fault, code=CONSTRAINT)
         else:
-            self._enqueue(sequences)
+            self._enqueue(sequences, fresh)
 
     def abort(self, request_id: str, index: int = -1) -> None:
         """End one sequence of a request now, or all of them (-1).  Unknown and finished requests are ignored."""
@@ -340,12 +343,11 @@ class Scheduler:
 
     # -------------------------------------------------------------------------------------------------------- endings
 
-    def _enqueue(self, sequences: list[Sequence]) -> None:
-        """Queue the sequences of a request.
+    def _enqueue(self, sequences: list[Sequence], fresh: list[Sequence]) -> None:
+        """Queue the sequences of a request.  `fresh`: those without output, which share one prefill.
 
-        Sequences without output share one prefill, which the first of them computes; with static allocation each
-        computes its own.  Sequences with output have forked on an earlier engine and are queued one by one."""
-        fresh = [seq for seq in sequences if seq.known == seq.prompt_len and self.allocation.shares_prompt]
+        The first of them computes it; with static allocation each computes its own.  Sequences with output have forked
+        on an earlier engine and are queued one by one."""
         if fresh:
             leader, *leader.siblings = fresh
             self.waiting.add(leader)

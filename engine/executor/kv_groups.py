@@ -5,8 +5,8 @@
     memory          the rest                            max_seqs windows, a step's tokens, 1/8 more for cached blocks
 
 `core/layer_groups.py` defines which blocks a sequence holds.  The window blocks that all slots can hold together follow
-from windows and slots, so they are allocated first.  With less memory fewer sequences run at once: as many as fit if
-each is four windows long.  In these cases one block table serves all layers:
+from windows and slots, so they are allocated first.  With less memory fewer long sequences run at once: as many as fit
+if each is four windows long.  In these cases one block table serves all layers:
 
   * layers are of one kind, or a window is as long as the longest sequence
   * with several ranks, with recurrent layers, and on a GPU unless `window_groups` is on

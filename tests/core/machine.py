@@ -181,7 +181,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         core, size = self.rig.core, self.rig.pool.block_size
         tokens, requests = core.headroom.startable()
         if not core.requests:
-            assert (tokens, requests) == (core.pool.total * size, self.rig.limits.max_seqs - core.batch.slots.cooling)
+            windows = core.builder.layers.reservations.sequences_left()
+            slots = self.rig.limits.max_seqs - core.batch.slots.cooling
+            assert (tokens, requests) == (core.pool.total * size, min(slots, windows))
             return
         assert 0 <= requests <= core.batch.slots.free
         assert tokens % size == 0

@@ -57,13 +57,13 @@ def cached(rig: Rig, prompt: list[int], *, new: int = 1, anchors: list[int] | No
 
 
 class WindowMachine(SchedulerMachine):
-    """Window groups that hold exactly the sequences that the slots admit, or some more.
+    """Window groups that hold fewer long sequences than there are slots, exactly as many, or more.
 
     The oracle compares what every query sees through every table.  `auditor` compares blocks with the arithmetic."""
 
     @initialize(
         windows=st.sampled_from([(1,), (5,), (6, 16), (17, 3)]),
-        sequences=st.sampled_from([5, 5, 12]),
+        sequences=st.sampled_from([2, 5, 12]),
         admission=st.sampled_from(["threshold", "forecast"]),
         preempt=st.sampled_from(get_args(Preempt)),
         caching=st.booleans(),
@@ -92,7 +92,7 @@ class WindowMachine(SchedulerMachine):
         for request in self.rig.requests.values():
             for index in range(request.n):
                 finish = self.rig.finishes[request.id, index]
-                refused = request.beams is not None and "this engine " in finish.message
+                refused = "this engine " in finish.message  # too many beams or choices for the window blocks
                 assert finish.reason != "error" or self.faults or request.sampling.seed == BAD_SEED or refused
 
 
@@ -206,21 +206,59 @@ def test_beams_keep_their_windows_and_reserve_them() -> None:
     few = rig(6, sequences=3)
     name = few.add(tokens(20, 0), 20, n=2, beams=Beams(3), stop_token_ids=[1, 2])
     few.run()
-    assert "in layers with a sliding window" in few.finishes[name, 0].message
-    assert "this engine fits 3" in few.finishes[name, 0].message
+    assert "3 beams of 40 tokens, prompt included, reserve " in few.finishes[name, 0].message
+    assert few.finishes[name, 0].message.endswith(" blocks in layers with a sliding window; this engine has 12")
 
 
 def test_a_leader_reserves_windows_for_its_siblings() -> None:
     one = rig(5, sequences=8, max_seqs=4)
     layers = one.core.builder.layers
-    assert layers.reservations.capacity == 8
+    each = WindowGroup(5, 0).reserved_blocks(SIZE, 10_000)
+    assert layers.reservations.capacity == (8 * each,)
     for seed in range(4):
         one.add(tokens(9, seed), 30, seed=seed, n=2 if seed == 3 else 1, ignore_eos=True)
     one.submit()
     live = sorted(one.core.live(), key=lambda seq: seq.order)
-    assert [seq.window_units for seq in live] == [1, 1, 1, 0, 0]  # the last two wait for a second slot
+    reserved = [seq.window_reserved for seq in live]
+    assert reserved == [(each,), (each,), (each,), (), ()]  # the last two wait for a second slot
     assert layers.reservations.may_hold(live[3])
     one.run()
+
+
+def test_short_requests_reserve_the_blocks_of_their_tokens() -> None:
+    """Not those of a complete window, so more of them run at once."""
+    one = rig(64, sequences=2, max_seqs=8)
+    assert one.core.headroom.startable()[1] == 2  # of any length
+    for seed in range(8):
+        one.add(tokens(9, seed), 7, seed=seed, ignore_eos=True)  # 16 tokens
+    one.submit()
+    assert one.core.running == 7
+    assert [seq.window_reserved for seq in one.core.live()].count((16 // SIZE + 1,)) == 7
+    one.run()
+    one.verify()
+
+
+def test_long_requests_run_as_many_at_once_as_windows_fit() -> None:
+    one = rig(64, sequences=2, max_seqs=8)
+    for seed in range(4):
+        one.add(tokens(70, seed), 7, seed=seed, ignore_eos=True)
+    most = 0
+    while one.submit():
+        most = max(most, one.core.running)
+        one.commit()
+    assert most == 2
+    one.verify()
+
+
+def test_choices_that_never_fit_the_window_blocks_are_refused() -> None:
+    one = rig(6, sequences=3, max_seqs=8)
+    name = one.add(tokens(20, 0), 20, n=4)
+    fits = one.add(tokens(20, 0), 20, n=3)
+    one.run()
+    assert one.finishes[name, 0].message == (
+        "4 choices of 40 tokens, prompt included, reserve 16 blocks in layers with a sliding window; this engine has 12"
+    )
+    assert one.finishes[fits, 2].reason != "error"
 
 
 def test_the_auditor_finds_what_is_held_or_released_wrongly() -> None:
@@ -244,6 +282,9 @@ def test_the_auditor_finds_what_is_held_or_released_wrongly() -> None:
         one.core.auditor.whole()
     one = running()
     (seq,) = one.core.live()
-    seq.window_units = 2
-    with pytest.raises(AccountingError, match="window blocks are reserved for 1 sequences of 8, 2 have them"):
+    (held,) = seq.window_reserved
+    seq.window_reserved = (held + 1,)
+    with pytest.raises(
+        AccountingError, match=rf"{held}\] blocks of \[\d+\] are reserved, sequences have \[{held + 1}\]"
+    ):
         one.core.auditor.whole()
