@@ -134,6 +134,7 @@ def experts_of_a_layer(result: dict[str, Any]) -> Iterator[str]:
     """Yield the time of one layer's experts in bfloat16 and quantised, balanced routing."""
     us = {row["case"]: row["us"] for row in result["figures"]["experts"]}
     tokens = (1, 8, 32, 128, 256, 2048, 8192)
+    yield f"| tokens | {' | '.join(f'{count:,}' for count in tokens)} |"
     for name, kind in (("Qwen3-30B-A3B", "fp8"), ("gpt-oss-20b", "mxfp4")):
         for label, case in ((f"{name}, bfloat16", name), (kind, f"{name} in {kind}")):
             cells = (v(us[f"{case}, {count} tokens, balanced"], ",.0f") for count in tokens)

@@ -324,7 +324,8 @@ def test_an_interrupt_while_the_command_is_imported_leaves_no_traceback(cpu_ms: 
         finally:
             serve.kill()
     assert "Traceback" not in says, says
-    assert serve.returncode in (-signal.SIGINT, 128 + signal.SIGINT)
+    # How far the command is after this time depends on the CPU.  0: it had begun to start processes, and stopped them.
+    assert serve.returncode in (-signal.SIGINT, 128 + signal.SIGINT, 0)
 
 
 def test_an_interrupt_that_python_drops_ends_the_start_all_the_same() -> None:
