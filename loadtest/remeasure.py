@@ -2,7 +2,7 @@
 
     python -m quire.loadtest remeasure [--device cpu | cuda] [--only NAME,...] [--list]
 
-Needs an idle machine and a clean Git tree: each result records its commit.  The CPU part takes about 110 minutes on two
+Needs an idle machine and a clean Git tree: each result records its commit.  The CPU part takes about two hours on two
 cores, the GPU part half an hour on an H200.  A measurement that fails is named at the end; the others are kept.
 """
 
@@ -48,8 +48,8 @@ ALL = (
     Measurement("memory_use_cpu", f"{STUDIES} memory-use MODEL --seconds 24", 4),
     Measurement("block_size_cpu", f"{STUDIES} block-size MODEL --requests 100 --lengths 128,512,1024,1900", 5),
     Measurement("beams_cpu", f"{STUDIES} beams --rounds 1 --dtype float32 --threads 2", 6),
-    Measurement("virtual_burst", f"{STUDIES} virtual-burst", 5),
-    Measurement("sharing_gain", f"{STUDIES} sharing-gain", 8),
+    Measurement("virtual_burst", f"{STUDIES} virtual-burst", 2),
+    Measurement("sharing_gain", f"{STUDIES} sharing-gain", 6),
     Measurement("fairness", f"{STUDIES} fairness MODEL --seeds 1,2,3 --engines 2 --gateways 2 --rate 44", 7),
     Measurement("long_prompt_cpu", f"{STUDIES} long-prompt MODEL --tokens 32768 --steps 60", 4),
     Measurement(

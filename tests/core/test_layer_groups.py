@@ -228,7 +228,7 @@ def test_a_leader_reserves_windows_for_its_siblings() -> None:
 def test_short_requests_reserve_the_blocks_of_their_tokens() -> None:
     """Not those of a complete window, so more of them run at once."""
     one = rig(64, sequences=2, max_seqs=8)
-    assert one.core.headroom.startable()[1] == 2  # of any length
+    assert one.core.headroom.startable()[1] == 2  # sequences of any length
     for seed in range(8):
         one.add(tokens(9, seed), 7, seed=seed, ignore_eos=True)  # 16 tokens
     one.submit()
