@@ -258,8 +258,7 @@ class BusThread:
     async def _sync(self, bus: EngineSide, report: Report) -> None:
         """Run one sync: send the outputs, claim requests that fit, and pass the reply to the loop."""
         deltas, finished, returned, count = self._gather()
-        load, free_tokens, free_requests, claim_tokens = self._room(report)
-        by_preemption = max(0, report.preempt_claim_tokens - self._taken_tokens())
+        load, free_tokens, free_requests, claim_tokens, by_preemption = self._room(report)
         batches = [(gateway, TokenBatch(self._config.engine_id, group)) for gateway, group in deltas.items()]
         began = time.monotonic()
         prefixes = self._prefix_report(report)
@@ -307,23 +306,22 @@ class BusThread:
             deltas = {gateway: merged(group) for gateway, group in deltas.items()}
         return deltas, finished, returned, count
 
-    def _taken_tokens(self) -> int:
-        return sum(tokens for _, tokens in self._claimed)
-
-    def _room(self, report: Report) -> tuple[EngineLoad, int, int, int]:
-        """Return (load, free prompt tokens, free requests, prompt tokens to claim at once).
+    def _room(self, report: Report) -> tuple[EngineLoad, int, int, int, int]:
+        """Return (load, free prompt tokens, free requests, prompt tokens to claim at once, the same by preemption).
 
         These are the report's values, minus the requests claimed after the report was made."""
         while self._claimed and self._claimed[0][0] <= report.accepted:
             self._claimed.popleft()
-        taken = self._taken_tokens()
+        taken = sum(tokens for _, tokens in self._claimed)
         load = report.load
         if taken:
             load = msgspec.structs.replace(load, preemptible_tokens=max(0, load.preemptible_tokens - taken))
         if self._died:  # the report was made before the failure
-            return msgspec.structs.replace(load, preemptible_tokens=0), 0, 0, 0
-        free_tokens, claim_tokens = max(0, report.free_tokens - taken), max(0, report.claim_tokens - taken)
-        return load, free_tokens, max(0, report.free_requests - len(self._claimed)), claim_tokens
+            return msgspec.structs.replace(load, preemptible_tokens=0), 0, 0, 0, 0
+        bounds = report.free_tokens, report.claim_tokens, report.preempt_claim_tokens
+        free_tokens, claim_tokens, by_preemption = (max(0, bound - taken) for bound in bounds)
+        free_requests = max(0, report.free_requests - len(self._claimed))
+        return load, free_tokens, free_requests, claim_tokens, by_preemption
 
     def _prefix_report(self, report: Report) -> PrefixReport | None:
         """Return the changes of the prefix cache since the last sync; None if this engine publishes no prefixes."""

@@ -38,7 +38,7 @@ def shared_beginning(one: str, other: str) -> str:
 def required(pattern: str) -> str:
     """Return a pattern without the optional groups at its beginning."""
     while (group := _GROUP.match(pattern)) is not None:
-        end = _after(pattern, 0)
+        end = end_of(pattern, 0)
         inner, rest = pattern[group.end() : end - 1], pattern[end:]
         if rest[:1] in ("?", "*"):
             pattern = rest[1:]
@@ -56,11 +56,11 @@ def _branches(pattern: str) -> Iterator[str]:
         if pattern[at] == "|":
             yield pattern[begin:at]
             begin = at + 1
-        at = _after(pattern, at)
+        at = end_of(pattern, at)
     yield pattern[begin:]
 
 
-def _after(pattern: str, at: int) -> int:
+def end_of(pattern: str, at: int) -> int:
     """Return the end of the character, set or group that begins at a position."""
     if pattern[at] == "\\":
         return at + 2
@@ -69,7 +69,7 @@ def _after(pattern: str, at: int) -> int:
     closes, start = (")", at) if pattern[at] == "(" else ("]", at + 1)
     at += 1
     while at < len(pattern) and (pattern[at] != closes or at == start):
-        at = _after(pattern, at) if closes == ")" else at + (2 if pattern[at] == "\\" else 1)
+        at = end_of(pattern, at) if closes == ")" else at + (2 if pattern[at] == "\\" else 1)
     return at + 1
 
 
@@ -83,7 +83,7 @@ def _of_branch(branch: str, *, first: bool = True) -> list[tuple[str, bool]]:
     while at < len(branch):
         group, literal = _GROUP.match(branch, at), _LITERAL.match(branch, at)
         if group is not None:
-            at = _after(branch, at)
+            at = end_of(branch, at)
             parts = _of_branches(branch[group.end() : at - 1], first=first and texts == [""])
         elif literal is not None:
             at, parts = literal.end(), [(literal[1] or literal[2], True)]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from quire.service.output.marker_beginnings import beginnings, fixed, required
+from quire.service.output.marker_beginnings import beginnings, end_of, fixed, required
 from quire.service.output.notations import LINE, Notation
 from quire.service.output.regions import ResponseTemplate
 
@@ -57,7 +57,7 @@ def _pattern(notation: Notation) -> str | None:
     """Return a regex of the texts that begin a call; None if it would need a lookbehind."""
     pattern, named, rest = notation.open.pattern.pattern.partition("(?P<name>")
     if named and notation.bare and notation.captured:
-        pattern += NAMES + rest[_group_end(rest) :]
+        pattern += NAMES + (named + rest)[end_of(named + rest, 0) :]
     else:
         pattern += named + rest
     pattern = required(_plain(pattern))
@@ -84,20 +84,6 @@ def _simple(pattern: str) -> str:
         return f"{found[1]}{inside}]" if found[1] else f"[{CLASSES[found[0]]}]" if found[0] in CLASSES else found[0]
 
     return re.sub(r"(\[\^?)((?:\\.|[^\]\\])+)\]|\\.", replaced, pattern, flags=re.DOTALL)
-
-
-def _group_end(text: str) -> int:
-    """Return the position after the end of the group that the pattern `text` begins in."""
-    depth, at = 1, 0
-    while depth:
-        if text[at] == "\\":
-            at += 1
-        elif text[at] == "[":
-            at = text.index("]", at + 2)
-        else:
-            depth += (text[at] == "(") - (text[at] == ")")
-        at += 1
-    return at
 
 
 def _open_groups(pattern: str) -> int:
