@@ -76,6 +76,20 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The tiny checkpoint of a family, made once."""
+    root = tmp_path_factory.mktemp("tiny")
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            made[family] = make_tiny(root / family, family)
+        return made[family]
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def windowed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The tiny checkpoint of a family, made once.  Its layers with a sliding window see 24 tokens."""
     root = tmp_path_factory.mktemp("windows")

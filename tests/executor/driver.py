@@ -242,3 +242,15 @@ def answer(llm: LLM, request: Generate, outputs: list[list[int] | None] | None =
         core.commit(llm.executor.collect())
         found += [token for delta in core.outputs().deltas.get(request.gateway, ()) for token in delta.token_ids]
     return found
+
+
+@torch.inference_mode()
+def logits_of(model: LoadedModel, prompt: list[int], chunk: int) -> torch.Tensor:
+    """Return the logits after each token of a prompt but the last, computed in chunks."""
+    driver = Driver(model)
+    driver.add(prompt, None, targets=True, chunk=chunk)
+    found = []
+    while driver.running[0].computed < len(prompt):
+        driver.step()
+        found.append(driver.worker.logits)
+    return torch.cat(found)

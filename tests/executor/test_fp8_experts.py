@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire.engine.executor import ops
@@ -26,7 +25,7 @@ from quire.engine.executor.models.quantised.quantised_experts import PackedExper
 from quire.engine.executor.models.served_config import read_config
 from quire.engine.executor.models.weight_reader import read_weights
 from tests.checkpoints import FAMILIES, make_checkpoint
-from tests.executor.driver import Driver
+from tests.executor.driver import logits_of
 from tests.executor.test_gpu import words
 from tests.quantised import Parts, quantise_checkpoint
 
@@ -93,17 +92,6 @@ def packed_of(model: LoadedModel) -> int:
     return len(mixtures) + sum(isinstance(module, PackedExperts) for module in model.module.modules())
 
 
-@torch.inference_mode()
-def logits_of(model: LoadedModel, chunk: int) -> Tensor:
-    driver, prompt = Driver(model), words(50)
-    driver.add(prompt, None, targets=True, chunk=chunk)
-    found = []
-    while driver.running[0].computed < len(prompt):
-        driver.step()
-        found.append(driver.worker.logits)
-    return torch.cat(found)
-
-
 def load(directory: Path, device: torch.device = CPU, dtype: str = "float32", **options: Any) -> LoadedModel:
     return load_model(str(directory), dtype=dtype, device=device, **{"own_experts": True} | options)
 
@@ -142,7 +130,7 @@ def test_stored_experts_give_the_bits_of_dequantised_ones(
     assert packed_of(wide) == 0
     reason = "only a Hopper GPU in bfloat16 has kernels for them"
     assert f"experts of 2 layers (Qwen3MoeExperts) are not served in fp8: {reason}" in caplog.text
-    assert torch.equal(logits_of(kept, 7), logits_of(wide, 7))
+    assert torch.equal(logits_of(kept, words(50), 7), logits_of(wide, words(50), 7))
 
 
 def test_stored_experts_of_other_names(
@@ -153,7 +141,7 @@ def test_stored_experts_of_other_names(
     kept = load(directory)
     assert packed_of(kept) == 2
     wide = load(write_exact(plain("mixtral"), exact, tmp_path / "exact", torch.float32))
-    torch.testing.assert_close(logits_of(kept, 50), logits_of(wide, 50))
+    torch.testing.assert_close(logits_of(kept, words(50), 50), logits_of(wide, words(50), 50))
 
 
 def test_experts_inside_the_layers_of_transformers(
@@ -174,7 +162,7 @@ def test_experts_inside_the_layers_of_transformers(
         write_exact(plain("glm4_moe"), exact, tmp_path / "exact", torch.float32), dtype=torch.float32
     )
     want = exact_model(input_ids=torch.tensor([words(50)]), use_cache=False).logits[0, :-1]
-    torch.testing.assert_close(logits_of(kept, 7), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits_of(kept, words(50), 7), want, rtol=1e-4, atol=1e-4)
     caplog.clear()
     with caplog.at_level(logging.INFO):
         assert packed_of(load(directory, own_experts=False)) == 0
@@ -328,5 +316,5 @@ def near(model: LoadedModel, exact: Path) -> None:
     want = plain(input_ids=ids, use_cache=False).logits[0, :-1]
     device = model.module.device
     own = plain.bfloat16().to(device)(input_ids=ids.to(device), use_cache=False).logits[0, :-1].float().cpu()
-    found = logits_of(model, 50).float().cpu()
+    found = logits_of(model, words(50), 50).float().cpu()
     assert (found - want).square().mean().sqrt() <= 2 * (own - want).square().mean().sqrt()

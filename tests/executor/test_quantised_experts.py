@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from quire.engine.executor import ops
@@ -22,7 +21,7 @@ from quire.engine.executor.models.quantised import quantised_experts, quantising
 from quire.engine.executor.models.quantised.dequantise import dequantise_mxfp4
 from quire.engine.executor.models.quantised.quantised_experts import QuantisedExperts, StoredMxfp4
 from tests.checkpoints import FAMILIES, make_checkpoint
-from tests.executor.driver import Driver
+from tests.executor.driver import logits_of
 from tests.executor.test_gpu import words
 from tests.executor.test_mixtures import calm_gpt_oss
 from tests.quantised import store_experts_in_mxfp4
@@ -58,16 +57,6 @@ def mixtures_of(model: LoadedModel) -> list[Mixture]:
     return [module for module in model.module.modules() if isinstance(module, Mixture)]
 
 
-def logits_of(model: LoadedModel, chunk: int) -> Tensor:
-    driver, prompt = Driver(model), words(50)
-    driver.add(prompt, None, targets=True, chunk=chunk)
-    found = []
-    while driver.running[0].computed < len(prompt):
-        driver.step()
-        found.append(driver.worker.logits)
-    return torch.cat(found)
-
-
 @torch.inference_mode()
 def test_stored_experts_give_the_bits_of_dequantised_ones(
     stored: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -81,7 +70,7 @@ def test_stored_experts_give_the_bits_of_dequantised_ones(
     monkeypatch.setattr(quantising, "packs_experts", lambda device, dtype: False)
     plain = load_model(str(stored), dtype="float32", device=CPU)
     assert all(mixture.packed is None for mixture in mixtures_of(plain))
-    assert torch.equal(logits_of(kept, 7), logits_of(plain, 7))
+    assert torch.equal(logits_of(kept, words(50), 7), logits_of(plain, words(50), 7))
 
 
 @torch.inference_mode()

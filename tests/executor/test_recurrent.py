@@ -23,7 +23,7 @@ from quire.engine.executor.state_memory import divide_states
 from quire.engine.llm import LLM
 from quire.engine.loop import ConfigError
 from quire.engine.tools.models import GREEDY, own_texts, prompts
-from quire.engine.tools.tiny_checkpoints import VOCAB, make_checkpoint
+from quire.engine.tools.tiny_checkpoints import VOCAB
 from quire.engine.wire.messages import FOREVER_MS, Generate, Sampling
 from tests.executor.driver import answer
 
@@ -31,20 +31,6 @@ KINDS = ("lfm2", "qwen3_5_text", "bamba")  # one of each kind of layer
 CPU = torch.device("cpu")
 MIB = 1 << 20
 Tiny = Callable[[str], Path]
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """The tiny checkpoint of a family, made once."""
-    root = tmp_path_factory.mktemp("recurrent")
-    made: dict[str, Path] = {}
-
-    def make(family: str) -> Path:
-        if family not in made:
-            made[family] = make_checkpoint(root / family, family)
-        return made[family]
-
-    return make
 
 
 def serve(directory: Path, **options: Any) -> LLM:

@@ -23,7 +23,7 @@ from quire.engine.executor.models import hf
 from quire.engine.executor.models.recurrent.families import FAMILIES
 from quire.engine.llm import LLM
 from quire.engine.tools.models import GREEDY
-from quire.engine.tools.tiny_checkpoints import VOCAB, make_checkpoint
+from quire.engine.tools.tiny_checkpoints import VOCAB
 from quire.engine.wire.messages import FOREVER_MS, Generate
 from tests.executor.driver import Driver, answer
 from tests.executor.test_gpu import words
@@ -35,20 +35,6 @@ KINDS = ("lfm2", "qwen3_5_text", "bamba")  # one of each kind of layer
 CUDA = torch.device("cuda")
 Tiny = Callable[[str], Path]
 Reference = Callable[[str], tuple[PreTrainedModel, PreTrainedModel]]
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """The tiny checkpoint of a family, made once."""
-    root = tmp_path_factory.mktemp("recurrent")
-    made: dict[str, Path] = {}
-
-    def make(family: str) -> Path:
-        if family not in made:
-            made[family] = make_checkpoint(root / family, family)
-        return made[family]
-
-    return make
 
 
 @pytest.fixture(scope="session")
