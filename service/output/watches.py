@@ -23,7 +23,7 @@ class Watches:
         self.template, self.notations = template, template.notations if calls else []
         drop = [_marker("drop", anchor) for anchor in template.drop]
         regions = [_marker("region", field.open, field) for field in template.fields]
-        # Of matches of equal length the first counts, so the general notation of a family comes last.
+        # The first of several matches of equal length is used, so the general notation of a family is last.
         every = self.notations[::-1]
         calling = [Marker("call", _in_fence(one.open), one, one.open.grows) for one in every]
         # First characters of calls, other than of names, that count only at the beginning of a line.

@@ -63,8 +63,8 @@ local function chooser(me, now)
                   left_to = {}, backlog = me.backlog, loads = me.loads}
 
   -- Returns for each request of a window how many of its digests the engine holds.  Checks the shortest prefixes first,
-  -- which most engines do not hold.  Then runs one binary search for all other requests together: an engine that holds
-  -- a prefix also holds the shorter prefixes.
+  -- because most engines hold none of them.  The other requests share one binary search: an engine that holds a prefix
+  -- also holds the shorter prefixes.
   local function held_counts(engine, window)
     local key, prefixes, most, open = P .. 'prefixes:' .. engine, window.prefixes, {}, {}
     local counts = call('SMISMEMBER', key, unpack(window.shortest))
