@@ -151,6 +151,7 @@ class FakeEngine:
 
     def __init__(self, url: str, namespace: str, script: Script, *, engine: str = "e0", step_s: float = 0.0) -> None:
         self.script, self.step_s, self.burst, self.holding = script, step_s, 1, False
+        self.failure: Finish | None = None  # ends every choice whose tokens are sent and whose script gives no end
         self.seen: list[Generate] = []
         self.aborted: list[str] = []
         self.resets = 0  # orders to empty the prefix cache
@@ -209,7 +210,7 @@ class FakeEngine:
                     at = positions[index]
                     if at < 0:
                         continue
-                    delta = self._delta(generate, index, at, tokens, finish)
+                    delta = self._delta(generate, index, at, tokens, finish or self.failure)
                     if delta is None:
                         continue
                     positions[index] = -1 if delta.finish else at + len(delta.token_ids)
@@ -274,6 +275,19 @@ class Served:
         """Of its clients' connections."""
         assert self._runner.server is not None
         return [one.transport for one in self._runner.server.connections if one.transport is not None]
+
+
+async def failed_within(session: ClientSession, path: str, body: dict[str, object], engine: FakeEngine) -> bytes:
+    """Stream an answer whose engine fails once the client has its first event, and return all events.
+
+    A failure that came with the first tokens would be an HTTP error instead.  The script must give no end."""
+    async with session.post(path, json={**body, "stream": True}) as response:
+        assert response.status == 200, await response.text()
+        first = await response.content.readany()
+        engine.failure = Finish("error", message="it broke")
+        rest = await response.read()
+        engine.failure = None
+    return first + rest
 
 
 async def settled(condition: Callable[[], bool]) -> None:

@@ -25,7 +25,7 @@ from quire.service.common.metrics import TABLE
 from quire.service.http.middleware import drop_broken_http
 from quire.service.text.tokenizer import Tokenizer
 from tests.pace import paced, patience
-from tests.service.fakes import FakeEngine, Served, settled
+from tests.service.fakes import FakeEngine, Served, failed_within, settled
 
 Serve = Callable[..., Awaitable[Served]]
 
@@ -286,20 +286,17 @@ async def test_an_engine_error_fails_its_request_alone(
         if generate.token_ids == [9]:
             return [], Finish("error", message="NaN logits")
         if generate.token_ids == [8]:
-            return [300, 301], Finish("error", message="NaN logits")
+            return [300, 301], None
         return [300], Finish("stop", stop_token=300)
 
-    async with engine(script):
+    async with engine(script) as fake:
         await settled(lambda: bool(served.streams.fleet.engines))
         status, body, _ = await raw(served.session, "/v1/completions", prompt=[9], stream=True)
         assert (status, body["error"]["message"], body["error"]["type"]) == (500, "NaN logits", "server_error")
-        async with served.session.post(
-            "/v1/completions", json={"model": "tiny", "prompt": [8], "stream": True}
-        ) as response:
-            # On a slow machine the error comes before the first byte of the stream.
-            began = response.status == 200
-            error = [data async for _, data in events(response)][-2] if began else await response.json()
-        assert error["error"]["message"] == "NaN logits"
+        found = await failed_within(served.session, "/v1/completions", {"model": "tiny", "prompt": [8]}, fake)
+        error, done = found.decode().split("\n\n")[-3:-1]
+        assert json.loads(error.removeprefix("data: "))["error"]["message"] == "it broke"
+        assert done == "data: [DONE]"
         metrics = await (await served.session.get("/metrics")).text()
         assert 'quire_refusals_total{code="engine_error",gateway="g0"} 2.0' in metrics
         status, body, _ = await raw(served.session, "/v1/completions", prompt=[7], stop_token_ids=[300])

@@ -19,10 +19,9 @@ from openai.types.responses.compacted_response import CompactedResponse
 from openai.types.responses.input_token_count_response import InputTokenCountResponse
 from openai.types.responses.response_item import ResponseItem
 
-from quire.engine.wire.messages import Finish
 from quire.service.text.tokenizer import Tokenizer
 from tests.service.api.test_tools import model, says
-from tests.service.fakes import FakeEngine, Served, settled
+from tests.service.fakes import FakeEngine, Served, failed_within, settled
 
 Serve = Callable[..., Awaitable[Served]]
 EngineMaker = Callable[..., FakeEngine]
@@ -147,16 +146,7 @@ async def test_every_state_of_a_stored_response_validates_strictly(
             found: dict[str, Any] = await response.json()
             return found
 
-    fails = {"fails": False}
-
-    def script(generate: Any, index: int) -> Any:
-        return (
-            ([5, 6], Finish("error", message="broken"))
-            if fails["fails"]
-            else says(tools_tokenizer, TEXT)(generate, index)
-        )
-
-    async with model(engine, script) as fake:
+    async with model(engine, says(tools_tokenizer, TEXT)) as fake:
         await settled(lambda: bool(served.streams.fleet.engines))
         turns: list[dict[str, Any]] = [
             HI,
@@ -181,9 +171,8 @@ async def test_every_state_of_a_stored_response_validates_strictly(
         cancelled = await read(f"/{waiting['id']}/cancel", "POST")
         assert cancelled["status"] == "cancelled"
         check(kind, cancelled)
-        fake.holding, fails["fails"] = False, True
-        async with served.session.post("/v1/responses", json={"input": "Hi", "stream": True}) as response:
-            found = events(await response.text())
+        fake.holding, fake.script = False, lambda *_: ([5, 6], None)
+        found = events((await failed_within(served.session, "/v1/responses", {"input": "Hi"}, fake)).decode())
     assert found[-1]["type"] == "response.failed"
     for one in found:
         check(events_kind, one)

@@ -28,7 +28,7 @@ from quire.service.config import GatewayConfig
 from quire.service.output.choice_delta import ChoiceDelta
 from quire.service.text.tokenizer import Tokenizer
 from tests.service.api.test_tools import ANSWER, BROKEN, model, says
-from tests.service.fakes import FakeEngine, Served, settled
+from tests.service.fakes import FakeEngine, Served, failed_within, settled
 from tests.service.output.cuts import pieces_of
 
 Serve = Callable[..., Awaitable[Served]]
@@ -281,9 +281,9 @@ async def test_a_failure_within_a_stream_is_its_last_event(
     serve: Serve, engine: EngineMaker, tools_tokenizer: Tokenizer
 ) -> None:
     served = await serve(tools_tokenizer)
-    async with model(engine, lambda *_: ([5, 6, 7], Finish("error", message="it broke"))):
+    async with model(engine, lambda *_: ([5, 6, 7], None)) as fake:
         await settled(lambda: bool(served.streams.fleet.engines))
-        found = events(await streamed(served.session, {**ASK, "tools": []}))
+        found = events(await failed_within(served.session, "/v1/messages", {**ASK, "tools": []}, fake))
     assert [found[0]["type"], found[-1]["type"]] == ["message_start", "error"]
     assert found[-1]["error"] == {"type": "api_error", "message": "it broke"}
 

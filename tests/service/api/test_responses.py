@@ -31,7 +31,7 @@ from quire.service.config import GatewayConfig
 from quire.service.output.choice_delta import ChoiceDelta
 from quire.service.text.tokenizer import Tokenizer
 from tests.service.api.test_tools import ANSWER, BROKEN, model, says
-from tests.service.fakes import FakeEngine, Served, settled
+from tests.service.fakes import FakeEngine, Served, failed_within, settled
 from tests.service.output.cuts import pieces_of
 
 Serve = Callable[..., Awaitable[Served]]
@@ -340,9 +340,10 @@ async def test_a_failure_within_a_stream_is_its_last_event(
     serve: Serve, engine: EngineMaker, tools_tokenizer: Tokenizer
 ) -> None:
     served = await serve(tools_tokenizer)
-    async with model(engine, lambda *_: ([5, 6, 7], Finish("error", message="it broke"))):
+    async with model(engine, lambda *_: ([5, 6, 7], None)) as fake:
         await settled(lambda: bool(served.streams.fleet.engines))
-        found = await streamed(served.session, ASK)
+        found = events(await failed_within(served.session, PATH, ASK, fake))
+        fake.failure = Finish("error", message="it broke")
         status, error = await post(served.session, ASK)
     assert (status, error["error"]["code"]) == (500, "engine_error")
     last = found[-1]
