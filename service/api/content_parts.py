@@ -16,10 +16,11 @@ import msgspec
 
 from quire.service.api.skipped import Skipped
 from quire.service.common.limits import shown
-from quire.service.common.refusal import bad_request
+from quire.service.common.refusal import bad_request, unsupported
 
 NOTE = "[{} left out: this model reads text only]"  # in a tool's result, which must not end the conversation
 TEXTS = ("text", "input_text", "output_text")
+SERVED = (*TEXTS, "refusal", "a file of text")
 THOUGHTS = ("thinking", "reasoning")
 
 
@@ -45,22 +46,36 @@ def read_parts(
         elif role == "assistant" and part.type in THOUGHTS and (thought := _thought(part)) is not None:
             thoughts.append(thought)
         else:
-            found.append({"type": "text", "text": _text(f"{name}.content", at, role, part, skipped)})
+            found.append({"type": "text", "text": _text(f"{name}.content[{at}]", role, part, skipped)})
     return found, "\n\n".join(thoughts) if thoughts else None
 
 
-def _text(field: str, at: int, role: str, part: Part, skipped: Skipped) -> str:
+def reasoning_in(*forms: Any) -> str | None:
+    """Return the earlier reasoning in the first of several forms that holds any: a text, or a list of blocks."""
+    for form in forms:
+        if isinstance(form, str) and form:
+            return form
+        blocks = [one for one in form if isinstance(one, dict)] if isinstance(form, list) else []
+        texts = [one.get(key) for one in blocks for key in ("thinking", "text", "summary")]
+        if found := [text for text in texts if isinstance(text, str) and text]:
+            return "\n\n".join(found)
+    return None
+
+
+def _text(field: str, role: str, part: Part, skipped: Skipped) -> str:
     if part.type in TEXTS and part.text is not None:
         return part.text
     if part.type == "refusal" and part.refusal is not None:
         return part.refusal
     if part.type == "file" and isinstance(part.file, dict) and (text := text_of_file(part.file)) is not None:
         return text
-    if role in ("tool", "function") and part.type not in (*TEXTS, "refusal"):
-        skipped.add(f"{field}[{at}].{shown(part.type)}")
+    if part.type in (*TEXTS, "refusal"):
+        key = "refusal" if part.type == "refusal" else "text"
+        raise bad_request("invalid_type", f"{field}.{key}: must be a string", f"{field}.{key}", "a string")
+    if role in ("tool", "function"):
+        skipped.add(f"{field}.{shown(part.type)}")
         return note_for(part.type)
-    reason = "this server takes text only: only parts of type 'text' are served"
-    raise bad_request("unsupported", f"{field}: {reason}", field)
+    raise unsupported(f"{field}.type", "this server takes text only", ", ".join(SERVED), str(shown(part.type)))
 
 
 def _thought(part: Part) -> str | None:

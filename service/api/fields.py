@@ -81,7 +81,7 @@ UNSERVED: dict[str, Unserved] = {
     "ebnf": Unserved("structured output"),
     "grammar": Unserved("structured output", ("",)),
     "json_schema": Unserved("structured output", ({},)),
-    "modalities": Unserved("an answer that is not text", (["text"],), ("chat",)),
+    "modalities": Unserved("an answer that is not text", (["text"], []), ("chat",)),
 }
 
 INNER: dict[str, frozenset[str]] = {  # field with an object -> harmless fields of that object

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from quire.service.api.client_tools import custom_arguments
-from quire.service.api.content_parts import Part, read_parts
+from quire.service.api.content_parts import Part, read_parts, reasoning_in
 from quire.service.api.sent_calls import read_call, read_function
 from quire.service.api.skipped import Skipped
 from quire.service.chat_templates import written_numbers
@@ -40,6 +40,9 @@ class Message(msgspec.Struct):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    thinking: Any = None  # Ollama's name of the reasoning
+    thinking_blocks: Any = None  # LiteLLM's form of it
+    reasoning_details: Any = None  # OpenRouter's form of it
     refusal: str | None = None
     function_call: dict[str, msgspec.Raw] | None = None
 
@@ -61,6 +64,8 @@ def _plain(name: str, message: Message, skipped: Skipped) -> dict[str, Any]:
         raise unknown_role(name, message.role)
     content: Any = message.content or ""
     reasoning = message.reasoning_content or message.reasoning
+    if reasoning is None and message.role == "assistant":
+        reasoning = reasoning_in(message.thinking, message.thinking_blocks, message.reasoning_details)
     if isinstance(message.content, list):
         content, thoughts = read_parts(name, message.role, [*message.content], skipped)
         reasoning = reasoning or thoughts or reasoning

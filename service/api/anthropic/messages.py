@@ -22,6 +22,7 @@ from quire.service.api.bodies import ChatBody
 from quire.service.api.client_tools import message_tools
 from quire.service.api.decoding import decode_all
 from quire.service.api.format import Prompted, call_id
+from quire.service.api.history import Message
 from quire.service.api.skipped import Skipped
 from quire.service.api.tools import ToolRules
 from quire.service.api.valid_request import ValidRequest
@@ -153,6 +154,8 @@ def chat_of(asked: CountBody, turns: list[Turn], skipped: Skipped) -> tuple[Chat
     if asked.speed == "fast":
         skipped.add("speed")
     messages, sources = messages_of(turns, skipped)
+    if len(messages) > 1 and messages[-1] == Message("assistant", messages[-1].content) and not messages[-1].content:
+        messages, sources = messages[:-1], sources[:-1]  # an empty last answer is allowed, and has nothing to continue
     # If the last message is the assistant's, the answer continues it, as at Anthropic.
     continued = bool(messages) and messages[-1].role == "assistant" and not messages[-1].tool_calls
     tools, rules = message_tools(asked.tools, skipped, asked.tool_choice)

@@ -131,8 +131,14 @@ def test_a_value_out_of_range_is_named_with_its_limit(
         (
             chat,
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages[0].content",
+            "messages[0].content[0].type",
             "unsupported",
+        ),
+        (
+            chat,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text"}]}]},
+            "messages[0].content[1].text",
+            "invalid_type",
         ),
         (chat, {"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "invalid_type"),
         (chat, {"chat_template": "{{ 1 }}"}, "chat_template", "unsupported"),
@@ -152,7 +158,8 @@ def test_an_image_is_refused_by_a_server_of_text() -> None:
     """Also where the model itself could see it: only the text part of such models is loaded."""
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     refusal = refused(chat, messages=[{"role": "user", "content": [{"type": "text", "text": "What is this?"}, image]}])
-    assert refusal.message == ("messages[0].content: this server takes text only: only parts of type 'text' are served")
+    assert refusal.message == "messages[0].content[1].type: this server takes text only"
+    assert refusal.given == "image_url"
 
 
 JSON = st.recursive(

@@ -374,7 +374,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": 0}, "max_tokens", "invalid_value"),
     ({"messages": []}, "messages", "empty_prompt"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "invalid_value"),
-    ({"messages": [USER, {"role": "assistant", "content": ""}]}, "messages", "invalid_value"),
+    (
+        {"messages": [USER, {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}]}]},
+        "messages",
+        "invalid_value",
+    ),
     (user({"type": "image", "source": {}}), "messages[0].content[0].type", "unsupported"),
     (user({"type": "document", "source": {"type": "url"}}), "messages[0].content[0].type", "unsupported"),
     (user({"type": "text"}), "messages[0].content[0].text", "invalid_type"),

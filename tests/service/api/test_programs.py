@@ -438,6 +438,31 @@ def test_histories_of_other_servers_reach_the_model(
     assert valid.unknown == ()
 
 
+@pytest.mark.parametrize(
+    ("earlier", "reasoning"),
+    [
+        ({"thinking": "hm"}, "hm"),
+        ({"thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "redacted"}]}, "hm"),
+        ({"reasoning_details": [{"type": "reasoning.text", "text": "hm"}, {"summary": "so"}, "x"]}, "hm\n\nso"),
+        ({"reasoning_content": "hm", "thinking": "no", "thinking_blocks": [{"thinking": "no"}]}, "hm"),
+        ({"reasoning": "hm", "reasoning_details": [{"text": "no"}]}, "hm"),
+        ({"thinking": True, "thinking_blocks": {}, "reasoning_details": [{"type": "reasoning.encrypted"}]}, None),
+    ],
+)
+def test_earlier_reasoning_is_read_in_the_forms_of_other_programs(earlier: dict[str, Any], reasoning: Any) -> None:
+    valid = parsed(CHAT, messages=[HI, {"role": "assistant", "content": "ok", **earlier}, HI])
+    assert valid.messages[1].get("reasoning_content") == reasoning
+    other = parsed(CHAT, messages=[HI, {"role": "user", "content": "ok", **earlier}, HI]).messages[1]
+    assert "reasoning_content" in other if {"reasoning_content", "reasoning"} & earlier.keys() else True
+
+
+@pytest.mark.parametrize("empty", ["", [], [{"type": "text", "text": ""}]])
+def test_an_empty_last_answer_of_messages_is_not_continued(empty: Any) -> None:
+    valid = parsed(MESSAGES, messages=[HI, {"role": "assistant", "content": empty}])
+    assert [message["role"] for message in valid.messages] == ["user"]
+    assert not valid.options.continue_final
+
+
 NUMBER = "1.50e+02"
 OBJECTS: list[dict[str, Any]] = [
     {"type": "shell_call", "call_id": "c", "action": {"commands": ["ls"], "timeout_ms": "NUMBER"}},

@@ -431,7 +431,7 @@ def test_parts_of_other_servers_reach_the_model(
 def test_an_image_outside_of_a_tools_result_is_refused(role: str) -> None:
     with pytest.raises(Refusal) as refused:
         chat([{"role": role, "content": [{"type": "text", "text": "a"}, IMAGE]}])
-    assert (refused.value.code, refused.value.param) == ("unsupported", "messages[0].content")
+    assert (refused.value.code, refused.value.param) == ("unsupported", "messages[0].content[1].type")
 
 
 def test_a_refusal_is_content_of_the_assistant(published: Tokenizer) -> None:
