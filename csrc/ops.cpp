@@ -268,8 +268,9 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   m.def(
       "lora_add(Tensor x, Tensor weights, Tensor table, Tensor order, Tensor tiles, Tensor slot_of_row, int site, "
       "int ranks, int[] features, bool x_is_ready, Tensor(a!) y, Tensor(b!)? out) -> bool");
-  // For a branch of a CUDA graph: deltas [T, columns of all parts] f32 = B h of the rows with an adapter, for a complete
-  // h; then y += deltas after the GEMM, or out as above
+  // lora_expand in two parts, the first of which runs during the GEMM, on a parallel branch of a CUDA graph.
+  // lora_store_deltas: deltas [T, sum of features] f32 = B h, for the rows with an adapter.  lora_add_deltas, after the
+  // GEMM: y += deltas, or with `out` as in lora_expand
   m.def(
       "lora_store_deltas(Tensor h, Tensor weights, Tensor table, Tensor order, Tensor tiles, int site, int[] features, "
       "Tensor(a!) deltas) -> ()");

@@ -67,7 +67,7 @@ async def check_redis(config: EngineConfig) -> None:
 
 
 class BusThread:
-    """Syncs outputs and orders with Redis.
+    """Sends outputs to Redis, and receives requests and control messages.
 
     A sync sends the outputs since the last one, and claims requests for the engine's free capacity.  Syncs run after
     each turn that published, after each wake-up, and at least every third of STALE_MS (1 s) or of a shorter lease."""

@@ -30,7 +30,7 @@ struct ExpertsArgs {
   const int32_t* chosen;                         // [tokens, top]
   const float* weights;                          // [tokens, top]
   std::optional<experts_layout::Format> packed;  // layout of gate_up and down; none: T, as below
-  const void* gate_up;    // [experts, 2 * inner, hidden]: gate rows, then up rows; clamped: interleaved
+  const void* gate_up;    // [experts, 2 * inner, hidden]: gate rows, then up rows; alternating if clamped
   const T* gate_up_bias;  // [experts, 2 * inner], or null
   const void* down;       // [experts, hidden, inner]
   const T* down_bias;     // [experts, hidden], or null

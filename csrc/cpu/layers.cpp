@@ -49,7 +49,7 @@ Floats as_stored(Floats x, Floats scale) {
   return std::is_same_v<To, e4m3> ? x / scale : x;
 }
 
-// to = from * cos + (the other half of from, negated for the first half) * sin.  to may be from.
+// to = from * cos + (the other half of from, negated for the first half) * sin.  `to` may equal `from`.
 template <class To, class T>
 void rotate(To* to, const T* from, const T* cos, const T* sin, int64_t size, Floats scale) {
   const int64_t half = size / 2;

@@ -201,11 +201,11 @@ class Batch:
         return {request for _, request in self._departed}
 
     def promised_blocks(self) -> int:
-        """Return how many more blocks started prompts and their siblings need."""
+        """Return the number of further blocks that the started prompts and their siblings need."""
         return sum(map(self.blocks_to_take, self.prefilling))
 
     def blocks_to_take(self, seq: Sequence) -> int:
-        """Return how many more blocks the prompt of one started sequence and its siblings need."""
+        """Return the number of further blocks that one started prompt and its siblings need."""
         return -(-(seq.known + 1) // self._block_size) - len(seq.table) + seq.sibling_blocks
 
     def decoding_here(self) -> int:

@@ -35,8 +35,8 @@ be issued before result N arrives.  The sequence that gets the block in plan N+1
     result N              token 42 is appended: known 43, computed 42, as for any slot that decodes
     plan M                swap_in: into other blocks · Start(slot 5, that table) · Slice(start 42, [token 42], sampler)
 
-A slot is reused only when every step that may still report a token of it is committed, so each reported token belongs
-to one sequence.
+A slot is reused only after every step is committed that may still report a token of it.  So each reported token
+belongs to one sequence.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class ScriptedExecutor:
     ) -> None:
         """`constraints`: None: no request has a grammar, and `max_seqs` is not more than by default."""
         self.info = info
-        self._constraints = constraints  # None: made for the first request with bad_words
+        self._constraints = constraints  # the first request with bad_words creates it if it is None
         self.blocks = blocks
         self.host_blocks = host_blocks
         self.start_parts: dict[str, float] = {}

@@ -70,7 +70,7 @@ class Batch:
         self._buffers = DecodeBuffers.allocate(max_seqs, device)
         self._host_slots = np.full(max_seqs, -1, dtype=np.int32)
         self._host_tables = np.zeros(self.tables.shape, dtype=np.int32)  # a copy of `tables`, for kv_indices of slices
-        self.shapes = Shapes()  # a step with slices is padded to the smallest of these that holds it
+        self.shapes = Shapes()  # a step with prompt chunks is padded to the smallest of these that fits
         self._pages: dict[Shape, Page] = {}  # pages of padded steps, at fixed addresses
         columns = self.tables.shape[1]
         self._windows = WindowTables(windows, max_seqs=max_seqs, columns=columns, block_size=block_size, device=device)

@@ -43,7 +43,7 @@ class DraftRows:
     behind: Tensor  # [N] i64: draft tokens per sampling slot; `StepTensors.known` includes them
     own: Tensor  # [D] i64: index of each slot among the N
     drafts: Tensor  # [D, K] i64; NO_TOKEN: padding
-    at: Tensor  # [D, K + 1] i64: the rows (0 .. N + R - 1) of each slot, in order; padding repeats the first
+    at: Tensor  # [D, K + 1] i64: the rows (0 .. N + R - 1) of each slot, in order; padded with its first row
     device_slots: Tensor  # [D] i64
 
     @classmethod

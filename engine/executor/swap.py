@@ -157,7 +157,7 @@ class Swap:
 
 
 def runs(blocks: list[int], host: list[int]) -> Iterator[tuple[list[int], slice]]:
-    """Yield pairs with consecutive host blocks as (blocks, slice of host blocks)."""
+    """Split pairs (block, host block) into runs of consecutive host blocks; yield (blocks, slice of host blocks)."""
     start = 0
     for at in range(1, len(host) + 1):
         if at == len(host) or host[at] != host[at - 1] + 1:

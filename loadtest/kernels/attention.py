@@ -211,7 +211,7 @@ def decode(memory: Memory, top: Ceilings, *, quick: bool, peers: bool) -> Iterat
 
 
 def decode_variants(memory: Memory, top: Ceilings) -> Iterator[Row]:
-    """Effect of paging, block size, cache dtype, raggedness and window on decode; and the planner alone."""
+    """Decode attention by paging, block size, cache dtype, ragged lengths and window; planning alone."""
     for batch, context in ((8, 2048), (32, 8192)):
         base = Case(32, 8, (context,) * batch)
         variants = {"random": base, "consecutive": _with(base, in_order=True)}

@@ -13,7 +13,7 @@ A request is on time if its j-th token (0, 1, ...) is generated at most ttft_s +
 
 The bound.  (1) `Work.token_costs`: a step of an engine takes at least the sum of a cost for each token in it, whatever
 runs with it.  Costs add up, so an engine can do at most e - s seconds of them from s to e.  (2) The step of a request's
-j-th token begins at least j shortest steps after its arrival.  So of a request that is on time, the tokens with
+j-th token begins at least j shortest steps after its arrival.  So the tokens of an on-time request with
 
     arrival + j * shortest >= s   and   arrival + ttft_s + j * pace_s <= e
 

@@ -75,7 +75,7 @@ class Spares:
     """Keeps one spare engine."""
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """`words`: arguments of Python that start the fork server."""
+        """`words`: command-line arguments with which Python starts the fork server."""
         self._words, self._environment = words, environment
         self._server: asyncio.subprocess.Process | None = None
         self._line: socket.socket | None = None  # socket to the fork server

@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 MAX_ESCAPES = 100_000  # maximum backslashes in a body that is repaired; with more, a lone surrogate gets 400
-STRETCH = 2**16  # bytes per search, between which other threads run
+STRETCH = 2**16  # bytes that one search covers; other threads run between two searches
 REPLACEMENT = "\ufffd"
 HALVES = re.compile("[\ud800-\udfff]")
 # Escapes in JSON: a surrogate pair, a lone surrogate (group 1), or any other escape, which the regex must skip.

@@ -251,7 +251,7 @@ class _Supply(NamedTuple):
     inside: int  # prompt tokens that engines have claimed and not started; they are ahead of the queue
     tokens_per_s: float  # prompt tokens started per second; 0: not known, or the engines have stopped
     stand_still: bool  # True if engines with known throughput have stopped syncing
-    pools: float  # capacity of the KV block pools of `fresh`, in tokens
+    pools: float  # capacity of the KV block pools of these engines, in tokens
     token_s: float  # seconds between two output tokens of a sequence; 0: not known
 
     def wait_s(self, missing: float) -> float | None:

@@ -148,7 +148,7 @@ def _pattern(text: str) -> Any:
 
 
 def _plain(field: dict[str, Any]) -> dict[str, Any]:
-    """Return a field reduced to transformers' schema."""
+    """Return a field of a response template in the form that transformers reads, without our extensions."""
     found = {key: value for key, value in field.items() if key not in EXTENDED}
     if found.get("content") in ("python", "nested"):
         found["content"] = "text"

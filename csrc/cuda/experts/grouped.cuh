@@ -199,7 +199,7 @@ __device__ void copy_stages(const Params& p, const Shared& s) {
 
 // -- The warpgroups that multiply
 
-// Biases of a thread's two low rows and two high rows: row and row + 8.
+// Biases of a thread's rows `row` and `row + 8`, for the low rows and for the corresponding high rows.
 struct Biases {
   float low[2] = {}, high[2] = {};
 };

@@ -37,7 +37,7 @@ struct Int4Params : Epilogue {
   int64_t x_stride;
   const char* x_scales;  // [k_blocks, tokens] scales of activations quantised by convert_kernel
   int blocks;            // row blocks of 16 per tile; with silu_mul gate blocks, then up blocks
-  int k_blocks;          // packed blocks per row block
+  int k_blocks;          // packed blocks along inner, per row block
   int depth;             // packed blocks along inner per stage
   int count, stages;     // stages per tile; stages in the shared-memory ring
 };

@@ -16,11 +16,11 @@ Linear layers compute tokens in tiles of T, so the cost of drafts is counted in 
 Drafts that fit into the last tile of a step count as p = 1.  So drafts fill a further tile or do not begin it, and a
 probe (see below) stays in the last tile if that is not full.
 
-Acceptance rates are learnt per request, and per tenant, source and match length.  A request begins with its tenant's
-rates.  An executor that runs ahead has a step in flight when the next step is planned.  Drafts need the result of the
-step in flight, so the device is idle until the next plan arrives.  The measured time of a step with drafts includes
-this idle time.  `pays` adds the idle time after the last step with drafts, and the probability that the token in flight
-equals the drafter's guess.
+Acceptance rates are learnt per request, and per tenant, source and match length.  A new request begins with the rates
+of its tenant.  An executor that runs ahead has a step in flight when the next step is planned.  Drafts need the
+result of the step in flight, so the device is idle until the next plan arrives.  The measured time of a step with
+drafts includes this idle time.  `pays` adds the idle time after the last step with drafts, and the probability that
+the token in flight equals the drafter's guess.
 
 Predictions err, so a credit account, in seconds, bounds the time that drafts may lose on any text and machine:
 
@@ -125,7 +125,7 @@ class _Extra:
         if not self.seconds:
             return 0.0, 0.0, token_s
         below = max((known for known in self.seconds if known <= size), default=0)
-        if not below:  # less than ever measured: assume the time of the smallest measured p
+        if not below:  # smaller than every measured p: assume the time of the smallest
             return inf, max(0.0, self.seconds[min(self.seconds)]), 0.0
         above = min((known for known in self.seconds if known > below), default=0)
         extra, count = max(0.0, self.seconds[below]), self.padded[below]

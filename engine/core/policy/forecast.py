@@ -228,7 +228,7 @@ class Demand:
         """`caution`: the quantile, in standard deviations of a normal distribution."""
         self.to_compute = 0  # prompt tokens that the sequences still have to compute
         self._size = block_size
-        self._grown = [horizon / block_size for horizon in HORIZONS]  # blocks that a sequence grows by each horizon
+        self._grown = [horizon / block_size for horizon in HORIZONS]  # per horizon: blocks taken by then
         self._caution = caution
         self._constant = 0  # blocks that stay held at all horizons
         self._groups: dict[Lengths, dict[int, list[float]]] = {}

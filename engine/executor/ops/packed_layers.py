@@ -26,7 +26,7 @@ class Packed:
     ordered: bool  # a row's bits do not depend on the batch
     float32_out: bool = False  # the result is not rounded to the weight's dtype
     widen: bool = False  # use matrix tiles for bfloat16; with many rows, dequantise int8 and int4 weights to bfloat16
-    scale: torch.Tensor | None = None  # int8 weights: [padded] float32; int4 weights: [strips, groups, columns]
+    scale: torch.Tensor | None = None  # int8: [out, padded to strips]; int4: [strips, groups, columns per strip]
     zero: torch.Tensor | None = None  # [strips, groups, columns] u8: int4 weights with zero points
 
     @property
