@@ -44,11 +44,9 @@ FETCHED := .venv-clients/openai-2.fetched .venv-clients/openai-3.fetched $(NODE)
 serve: $(KERNELS)
 	@$(RUN) -m quire.service.start serve $(MODEL) $(ARGS)
 
-# Most tests wait for processes, so three files run at a time on two cores: `auto` follows the cores of this container
-# (tests/pace.py).  Those marked `alone` compare times of one load with those of another, and run before.  What ARGS names
-# runs one by one.  COVERAGE=1 measures every process that a test starts as well.
+# Most tests wait for processes, so four files run at a time on two cores: `auto` follows the cores of this container
+# (tests/pace.py).  What ARGS names runs one by one.  COVERAGE=1 measures every process that a test starts as well.
 HERE := not gpu and not multi_gpu and not perf
-ALONE = $(sort $(shell grep -rlw --include='test_*.py' 'mark\.alone' tests --exclude-dir=clients))
 NIGHTLY ?=
 GPU ?=
 COVERAGE ?=
@@ -62,8 +60,8 @@ ifneq ($(NIGHTLY),)
 else ifneq ($(GPU),)
 	@$(PYTEST) -m "(gpu or multi_gpu) and not nightly and not perf" $(or $(ARGS),tests/kernels tests/executor)
 else ifeq ($(ARGS),)
-	@failed=0; $(ERASE_COVERAGE) $(PYTEST) -q -m "alone and not nightly and $(HERE)" $(ALONE) || failed=1; \
-	  $(PYTEST) -m "not alone and not nightly and $(HERE)" -n auto --dist loadfile || failed=1; $(SHOW_COVERAGE) exit $$failed
+	@failed=0; $(ERASE_COVERAGE) $(PYTEST) -m "not nightly and $(HERE)" -n auto --dist loadfile || failed=1; \
+	  $(SHOW_COVERAGE) exit $$failed
 else
 	@failed=0; $(ERASE_COVERAGE) $(PYTEST) -m "$(HERE)" $(ARGS) || failed=1; $(SHOW_COVERAGE) exit $$failed
 endif

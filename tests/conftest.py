@@ -68,6 +68,7 @@ def gpus() -> int:
     return torch.cuda.device_count()
 
 
+@functools.cache
 def servers() -> dict[str, Path]:
     """The Redis and Valkey servers of this machine, by name and version such as "redis-7.0.15"."""
     found: dict[str, Path] = {}

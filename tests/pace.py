@@ -71,8 +71,8 @@ def _quota(root: Path) -> float:
 
 
 def workers() -> int:
-    """Workers of `make test`: three per two cores, because most tests wait for processes; at least two."""
-    return max(2, min(16, int(cores() * 1.5)))
+    """Workers of `make test`: two per core, because most tests wait for processes; at least two."""
+    return max(2, min(16, int(cores() * 2)))
 
 
 class _Witness:

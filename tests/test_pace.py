@@ -41,7 +41,7 @@ def test_cores_are_those_of_affinity_and_quota(tmp_path: Path, files: dict[str, 
     assert pace.cores(tmp_path) == min(quota, len(os.sched_getaffinity(0)))
 
 
-@pytest.mark.parametrize(("cores", "workers"), [(0.5, 2), (1, 2), (2, 3), (4, 6), (64, 16)])
+@pytest.mark.parametrize(("cores", "workers"), [(0.5, 2), (1, 2), (2, 4), (4, 8), (64, 16)])
 def test_workers_follow_the_cores(monkeypatch: pytest.MonkeyPatch, cores: float, workers: int) -> None:
     monkeypatch.setattr(pace, "cores", lambda: cores)
     assert pace.workers() == workers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import typing
@@ -25,7 +26,6 @@ from quire.service.config import GatewayConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-MODULES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "service").rglob("*.py"))}
 # callables that make an error -> position of its code
 REFUSALS = {"Refusal": 1, "Overloaded": 1, "UnknownModel": 1, "_bad": 0}
 BODIES = {"completions": CompletionBody, "chat": ChatBody}
@@ -49,8 +49,13 @@ def rows(text: str) -> list[list[str]]:
     return found
 
 
+@functools.cache
+def modules() -> list[ast.Module]:
+    return [ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "service").rglob("*.py"))]
+
+
 def calls() -> Iterator[ast.Call]:
-    for tree in MODULES.values():
+    for tree in modules():
         yield from (node for node in ast.walk(tree) if isinstance(node, ast.Call))
 
 
@@ -95,7 +100,7 @@ def structs(kinds: list[Any]) -> set[type[msgspec.Struct]]:
 def codes() -> set[str]:
     """Every error code in service/: the argument of an error, or a constant that a variable `code` may hold."""
     found = set()
-    for tree in MODULES.values():
+    for tree in modules():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and name_of(node) in REFUSALS:
                 at = REFUSALS[name_of(node)]

@@ -14,8 +14,6 @@ from quire.loadtest.stats import Record
 from quire.loadtest.trace import Job
 from tests.system.stack import Stack
 
-pytestmark = pytest.mark.alone
-
 
 def test_a_job_counts_as_often_as_it_runs() -> None:
     long, short = Job(16, 160, 1), Job(32, 16, 2)

@@ -24,7 +24,7 @@ from tests.pace import paced, paced_ms, patience
 from tests.system.processes import at_rest, fleet_until
 from tests.system.stack import CLAIMS_BY_TOKENS, Stack, a_long_step
 
-pytestmark = [pytest.mark.system, pytest.mark.alone]
+pytestmark = pytest.mark.system
 
 BLOCKS, SIZE = 64, 16
 PROMPT, OUTPUT = 40, 60  # tokens: 3 blocks at the start, 7 at the end
@@ -206,7 +206,8 @@ async def test_a_long_step_refuses_nobody_while_there_is_room(
             with a_long_step(stack.engines[0].executor) as inside:
                 first = asyncio.create_task(status("/v1/completions", body))
                 await asyncio.to_thread(inside.wait)
-                await asyncio.sleep(paced(4.5))  # longer than STALE_MS
+                began_ms = (await fleet_until(redis_server.url, namespace, lambda fleet: True)).time_ms
+                await fleet_until(redis_server.url, namespace, lambda fleet: fleet.time_ms - began_ms > 1.2 * STALE_MS)
                 others = [asyncio.create_task(status("/v1/completions", body)) for _ in range(3)]
                 done, _ = await asyncio.wait(others, timeout=paced(1.0))
                 assert [other.result() for other in done] == []  # a refusal would have arrived by now

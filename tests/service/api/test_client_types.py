@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import functools
 import json
+import pkgutil
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pydantic
 import pytest
-from anthropic import types as anthropic_types
 from openai import types as openai_types
 from openai.types import chat as chat_types
 from openai.types import responses as response_types
@@ -26,12 +26,13 @@ from tests.service.fakes import FakeEngine, Served, failed_within, settled
 Serve = Callable[..., Awaitable[Served]]
 EngineMaker = Callable[..., FakeEngine]
 
-PATHS = {
+# Anthropic's by name: each worker imports this file, and one of them runs it.  The import takes a second.
+PATHS: dict[str, tuple[Any, Any]] = {
     "/v1/completions": (openai_types.Completion, openai_types.Completion),
     "/v1/chat/completions": (chat_types.ChatCompletion, chat_types.ChatCompletionChunk),
     "/v1/chat/completions/batch": (chat_types.ChatCompletion, None),
     "/v1/responses": (response_types.Response, response_types.ResponseStreamEvent),
-    "/v1/messages": (anthropic_types.Message, anthropic_types.RawMessageStreamEvent),
+    "/v1/messages": ("anthropic.types:Message", "anthropic.types:RawMessageStreamEvent"),
 }
 OBJECT = {"type": "object", "properties": {"cmd": {"type": "string"}}}
 HI = {"role": "user", "content": "Hi"}
@@ -71,8 +72,8 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 @functools.cache
 def adapter(kind: Any) -> pydantic.TypeAdapter[Any]:
-    """Build the validator of a type once: that of a union of all events takes half a second."""
-    return pydantic.TypeAdapter(kind)
+    """Build the validator of a type, or of what a name refers to.  A union of all events takes half a second."""
+    return pydantic.TypeAdapter(pkgutil.resolve_name(kind) if isinstance(kind, str) else kind)
 
 
 def check(kind: Any, data: dict[str, Any]) -> None:
@@ -115,7 +116,7 @@ async def test_other_endpoints_validate_strictly(serve: Serve, engine: EngineMak
         await settled(lambda: bool(served.streams.fleet.engines))
         for path, kind, body in (
             ("/v1/responses/input_tokens", InputTokenCountResponse, {"input": "Hi"}),
-            ("/v1/messages/count_tokens", anthropic_types.MessageTokensCount, {"messages": [HI]}),
+            ("/v1/messages/count_tokens", "anthropic.types:MessageTokensCount", {"messages": [HI]}),
             ("/v1/responses/compact", None, {"input": "Hi"}),
         ):
             async with served.session.post(path, json=body) as response:

@@ -26,8 +26,6 @@ from tests.service.http import hostile
 from tests.service.http.hostile import Hostile
 from tests.service.http.watched import Gaps
 
-pytestmark = pytest.mark.alone
-
 EngineMaker = Callable[..., FakeEngine]
 LIMIT_S = 100 * python_s()  # 50 ms on the machines that the limit was set for
 TRIES = 6  # a stall of the gateway repeats, one of a busy machine does not

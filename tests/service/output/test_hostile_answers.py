@@ -12,8 +12,6 @@ from quire.engine.common.embedded_redis import EmbeddedRedis
 from tests.pace import python_s
 from tests.service.output.hostile_answers import CALL, PATHS, Case, World, fields_of
 
-pytestmark = pytest.mark.alone
-
 # (notation, beginning, repeated unit, characters, endpoints): long tokens, so that they are few
 SAMPLE: dict[str, tuple[str, str, str, int, list[str]]] = {
     "an argument that is no JSON": (

@@ -15,8 +15,6 @@ from tests.system.chaos.faults import KINDS, Fault, schedule
 from tests.system.chaos.readers import Doors, Reader, Request
 from tests.system.chaos.run import Setting, figures, run, table
 
-pytestmark = pytest.mark.alone
-
 # Kinds with their dice: how long, or which of two.  The slow ones share a round.
 ROUNDS = [
     [("kill engine", 0.0), ("freeze gateway", 0.0)],
