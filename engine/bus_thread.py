@@ -315,7 +315,9 @@ class BusThread:
         taken = sum(tokens for _, tokens in self._claimed)
         load = report.load
         if taken:
-            load = msgspec.structs.replace(load, preemptible_tokens=max(0, load.preemptible_tokens - taken))
+            own = {tenant: max(0, tokens - taken) for tenant, tokens in load.preemptible_tokens_of.items()}
+            preemptible_tokens = max(0, load.preemptible_tokens - taken)
+            load = msgspec.structs.replace(load, preemptible_tokens=preemptible_tokens, preemptible_tokens_of=own)
         if self._died:  # the report was made before the failure
             return msgspec.structs.replace(load, preemptible_tokens=0), 0, 0, 0, 0
         bounds = report.free_tokens, report.claim_tokens, report.preempt_claim_tokens

@@ -67,16 +67,17 @@ class Headroom:
         Only waiting sequences of such tenants count: preempted ones and those of other tenants start later."""
         return self._claims.at_once(self.prompt_budget(), self._fairness.waiting_tokens())
 
-    def yielding(self) -> tuple[list[str], int]:
-        """Return (tenants that hold their share or more, prompt tokens that other tenants could start now).
+    def yielding(self) -> tuple[list[str], int, dict[str, int]]:
+        """Return (tenants that hold their share or more, prompt tokens that a tenant without sequences here could start
+        now, the same for each other tenant that has sequences here).
 
         To start these prompt tokens, sequences of the listed tenants would be preempted for fairness.  The values are a
         few steps old when many sequences run."""
         if not self._requests or not self._admission.preempts or self._isolation.active:
-            return [], 0
+            return [], 0, {}
         self._fairness.sum_holdings()
-        tokens = self._fairness.room(self._pool.block_size)  # shared blocks count once per table
-        return self._fairness.over_share, min(tokens, self._pool.total * self._pool.block_size)
+        tokens, own = self._fairness.startable(self._pool.block_size)  # shared blocks count once per table
+        return self._fairness.over_share, min(tokens, self._pool.total * self._pool.block_size), own
 
     def predicted_peak(self) -> int:
         """Return the predicted peak KV usage of the running sequences if no other starts, in blocks.

@@ -87,12 +87,11 @@ class LoadReport:
     ) -> EngineLoad:
         """Return the load at `now` (monotonic seconds).  A draining engine reports no preemptible tokens.
 
-        `queued`: requests wait in the shared queue.  `gated`: (sequences, prompt tokens) that wait for grammars and
-        adapters."""
+        `queued`: requests wait in the shared queue.  `gated`: (sequences, prompt tokens) behind a gate."""
         info, pool, totals, calibration = self._info, core.pool, core.report.totals, core.admission.forecast.calibration
         if now - self._filled_at >= FILLED_S:
             self._slots_filled, self._filled_at = slots_filled(core), now
-        over_share, preemptible_tokens = ([], 0) if draining else core.headroom.yielding()
+        over_share, preemptible_tokens, own = ([], 0, {}) if draining else core.headroom.yielding()
         return EngineLoad(
             engine=self._engine_id,
             model=info.name,
@@ -133,6 +132,7 @@ class LoadReport:
             yields=totals.yields,
             over_share=over_share,
             preemptible_tokens=preemptible_tokens,
+            preemptible_tokens_of=own,
             eos_ids=info.eos_ids,
             grammars=info.grammars,
             static_blocks=core.batch.reserved_blocks,

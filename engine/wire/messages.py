@@ -224,8 +224,8 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     alarms: int = 0  # checks that found an accounting error
     yields: int = 0  # preemptions for fairness since start: they freed blocks for a tenant below its share
     over_share: list[str] = []  # tenants that hold at least their share of the engine's KV cache
-    # Prompt tokens of other tenants that could start at once, if the newest sequences of tenants over their share
-    # were preempted.
+    # Prompt tokens that a tenant without sequences here could start at once, if the newest sequences of tenants over
+    # their share were preempted.
     preemptible_tokens: int = 0
     eos_ids: list[int] = []  # EOS tokens, which end an answer unless the request ignores them
     grammars: bool = False  # whether the engine supports Sampling.grammar
@@ -240,6 +240,8 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     drafts: dict[str, tuple[int, int]] = {}  # draft tokens (verified, accepted) since start, by source; empty: off
     refused_drafts: int = 0  # drafts since start that no step verified: their predicted speed-up was too small
     jumped_tokens: int = 0  # output tokens since start that a grammar forced and that took no decode step
+    # As preemptible_tokens, for each tenant below its share that has sequences here: they count against its share.
+    preemptible_tokens_of: dict[str, int] = {}
 
 
 class TokenBatch(msgspec.Struct, frozen=True):

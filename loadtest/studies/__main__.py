@@ -27,6 +27,10 @@ STUDIES: dict[str, tuple[str, str]] = {
     "block-size": (f"{PACKAGE}.block_size", "compare block sizes: throughput, filled slots, swap and recompute"),
     "beams": (f"{PACKAGE}.beams", "compare beam search with resubmission by a client, and with transformers"),
     "fairness": (f"{PACKAGE}.fairness", "compare a quiet tenant's latency with and without a loud tenant"),
+    "virtual-fairness": (
+        f"{PACKAGE}.virtual_fairness",
+        "compare these latencies with several engines, in virtual time",
+    ),
     "prediction": (f"{PACKAGE}.prediction", "compare a measured run with the simulation of its request log"),
     "long-prompt": (f"{PACKAGE}.long_prompt", "time decode steps while a prompt of 32,768 tokens is computed"),
     "overhead": (f"{PACKAGE}.overhead", "compare a served model with the same engine offline"),

@@ -240,7 +240,8 @@ def _preemption_room(cost: Cost, fleet: Fleet, fresh: list[EngineLoad]) -> int:
     over_share = set(offers[0].over_share).intersection(*(load.over_share for load in offers))
     queued = sum(q.queued_tokens - q.late_tokens for name, q in fleet.tenants.items() if name not in over_share)
     queued += fleet.unnamed_tokens()[0]  # an upper bound: some unnamed tenants may be over their share
-    return sum(load.preemptible_tokens for load in offers) - queued - cost.prompt_tokens
+    room = sum(load.preemptible_tokens_of.get(cost.tenant, load.preemptible_tokens) for load in offers)
+    return room - queued - cost.prompt_tokens
 
 
 class _Supply(NamedTuple):

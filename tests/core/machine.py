@@ -208,10 +208,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def what_tenants_would_give_up_is_theirs(self) -> None:
         """Rig.start checks each sequence that is preempted for fairness."""
         core = self.rig.core
-        crowd, tokens = core.headroom.yielding()
+        crowd, tokens, own = core.headroom.yielding()
         assert set(crowd) <= {request.tenant for request in self.rig.requests.values()}
         assert 0 <= tokens <= core.pool.total * core.pool.block_size
         assert not tokens or crowd
+        assert not set(crowd) & set(own)
         if len({request.tenant for request in self.rig.requests.values()}) < 2:
             assert core.report.totals.yields == 0
 

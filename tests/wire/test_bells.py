@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from typing import Any
 
+import msgspec
 import pytest
 import redis
 from hypothesis import HealthCheck, settings
@@ -56,6 +57,37 @@ class Bells:
 async def deafen(engine: EngineSide) -> None:
     """Its wake-ups reach `Bells` only."""
     await engine._wakeups.aclose()  # type: ignore[no-untyped-call]
+
+
+async def test_a_request_wakes_a_full_engine_that_would_preempt_for_its_tenant(bus: Bus) -> None:
+    """Not for a tenant over its share, nor for more tokens than the tenant could start there."""
+    gateway = await bus.gateway()
+    with redis.Redis.from_url(bus.url) as client:
+        bells = Bells(client, bus.namespace)
+        full = msgspec.structs.replace(
+            load("full"), over_share=["loud"], preemptible_tokens=100, preemptible_tokens_of={"near": 5}
+        )
+        engine, small = await bus.engine("full"), await bus.engine("small")
+        for one in (engine, small):
+            await deafen(one)
+        bells.listen("full", "small")
+
+        async def woken_by(tenant: str) -> list[str]:
+            await engine.sync([], [], full, 0, 0)
+            await small.sync([], [], load("small"), 5, 1)  # free capacity for no request of this test
+            bells.rung()
+            await gateway.submit(generate(name := uuid.uuid4().hex, tenant=tenant))
+            woken = bells.rung()
+            await gateway.cancel(name)
+            return woken
+
+        assert await woken_by("loud") == await woken_by("near") == []
+        assert await woken_by("quiet") == ["full"]
+        await engine.sync([], [], full, 5, 1)  # a little free capacity, and the same sequences to preempt
+        bells.rung()
+        await gateway.submit(generate("another", tenant="quiet"))
+        assert bells.rung() == ["full"]
+        bells.close()
 
 
 @pytest.mark.every_redis

@@ -275,6 +275,28 @@ async def test_nobody_yields_while_another_engine_has_room(bus: Bus) -> None:
     assert ids(await one.sync([], [], full("e1", 100, "loud"), 0, 0)) == ["again"]
 
 
+async def test_an_engine_claims_no_more_than_a_tenant_can_start_there(bus: Bus) -> None:
+    """A tenant that is close to its share at one engine has its next request claimed by the other."""
+    gateway, one, two = await bus.gateway(), await bus.engine("e1"), await bus.engine("e2")
+    for i in range(3):
+        await gateway.submit(generate(f"quiet{i}", tenant="quiet"))
+    await gateway.submit(generate("other", tenant="other"))
+    near = msgspec.structs.replace(full("e1", 100, "loud"), preemptible_tokens_of={"quiet": 15})
+    assert sorted(ids(await one.sync([], [], near, 0, 0))) == ["other", "quiet0"]
+    assert ids(await two.sync([], [], full("e2", 100, "loud"), 0, 0)) == ["quiet1", "quiet2"]
+
+
+async def test_preemption_does_not_wait_for_free_capacity_that_claims_nothing(bus: Bus) -> None:
+    """An engine that has claimed enough prompts for its next steps has free capacity, but claims nothing."""
+    gateway, one, two = await bus.gateway(), await bus.engine("e1"), await bus.engine("e2")
+    await gateway.submit(generate("quiet", tenant="quiet"))
+    assert ids(await two.sync([], [], load("e2"), 100, 10, claim_tokens=0)) == []
+    assert ids(await one.sync([], [], full("e1", 100, "loud"), 0, 0)) == ["quiet"]
+    await gateway.submit(generate("again", tenant="quiet"))
+    assert ids(await two.sync([], [], load("e2"), 5, 10)) == []  # too little for it
+    assert ids(await one.sync([], [], full("e1", 100, "loud"), 0, 0)) == ["again"]
+
+
 async def test_a_withdrawn_request_costs_nothing_or_aborts(bus: Bus) -> None:
     gateway, engine = await bus.gateway(), await bus.engine()
     for name in ("a", "b"):

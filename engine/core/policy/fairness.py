@@ -22,9 +22,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
+from functools import cached_property
 from heapq import heapify, heappop, heapreplace
 from itertools import takewhile
+from math import inf
 
 from quire.engine.core.batch import Batch
 from quire.engine.core.isolation import Isolation
@@ -68,25 +70,65 @@ class Shares:
         held, weights = sum(self._blocks.values()), sum(self._weights.values())
         return [t for t, blocks in self._blocks.items() if blocks * weights >= self._weights[t] * held]
 
-    def for_another(self) -> int:
-        """Return how many blocks preemptions for fairness could free for one more tenant of the mean weight."""
+    def for_another(self, first: int = 0) -> int:
+        """Return how many blocks preemptions for fairness could free for one more tenant of the mean weight.
+
+        `first`: blocks that waiting sequences of tenants below their share take before."""
         if not self._weights:
             return 0
-        held, weights = sum(self._blocks.values()), sum(self._weights.values())
-        weights += weights / len(self._weights)
-        return sum(
-            min(max(0, blocks - int(self._weights[t] * held / weights)), sum(len(s.table) for s in self._newest[t]))
-            for t, blocks in self._blocks.items()
-        )
+        return self._startable(0, sum(self._weights.values()) / len(self._weights), first)
+
+    def for_each(self, waiting: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
+        """Return how many more blocks preemptions for fairness could free for each tenant below its share that holds
+        blocks, or has sequences in `waiting`.
+
+        `waiting`: blocks that sequences of tenants below their share wait for, by tenant; they count as held.
+        `weights`: the weights of these tenants."""
+        first, above = sum(waiting.values()), set(self.over_share())
+        return {
+            tenant: self._startable(
+                self._blocks[tenant] + waiting.get(tenant, 0), self._weights.get(tenant) or weights[tenant], first
+            )
+            for tenant in {**self._blocks, **waiting}
+            if tenant not in above
+        }
+
+    def _startable(self, held: int, weight: float, first: int) -> int:
+        """Return the maximum blocks for which `yielding_to` finds enough sequences, less the `first` blocks.
+
+        `held`, `weight`: of the tenant that takes them.  Each further preemption frees blocks, and lowers the level up
+        to which the tenant may hold blocks."""
+        freed, levels = self._yields
+        allowed = [int(level * weight) - held for level in levels]
+        at = bisect_left(range(len(freed)), True, key=lambda i: freed[i] - first >= allowed[i])
+        found = [freed[i] - first for i in (at - 1,) if i >= 0] + [allowed[i] for i in (at,) if i < len(freed)]
+        return max([0, *found])
+
+    @cached_property
+    def _yields(self) -> tuple[list[int], list[float]]:
+        """The preemptions for a tenant that holds nothing, in order: blocks freed so far, and the fewest blocks by
+        weight that a preempted tenant keeps."""
+        freed, levels = [0], [inf]
+        for seq, left in self._in_order(set()):
+            freed.append(freed[-1] + len(seq.table))
+            levels.append(min(levels[-1], left))
+        return freed[1:], levels[1:]
 
     def yielding_to(self, seq: Sequence, need: int) -> Iterator[Sequence]:
         """Iterate over the sequences to preempt so that `seq`, which takes `need` blocks, can start.
 
         Each is the last sequence by `order` of the tenant that then holds most by weight.  Stops when that tenant would
         keep less, by weight, than the tenant of `seq` gets."""
-        taker, blocks = seq.request.tenant, Counter(self._blocks)
-        level = (blocks[taker] + need) / seq.request.weight
-        queues = {tenant: iter(own) for tenant, own in self._newest.items() if tenant != taker}
+        taker = seq.request.tenant
+        level = (self._blocks[taker] + need) / seq.request.weight
+        return (newest for newest, _ in takewhile(lambda each: each[1] >= level, self._in_order({taker})))
+
+    def _in_order(self, spared: Container[str]) -> Iterator[tuple[Sequence, float]]:
+        """Iterate over (sequence, blocks by weight that its tenant keeps without it), in the order of preemption.
+
+        `spared`: tenants that are not preempted."""
+        blocks = Counter(self._blocks)
+        queues = {tenant: iter(own) for tenant, own in self._newest.items() if tenant not in spared}
         # (negative blocks by weight, order of arrival, tenant) of each queue: a heap
         most = [(-blocks[tenant] / self._weights[tenant], at, tenant) for at, tenant in enumerate(queues)]
         heapify(most)
@@ -97,10 +139,9 @@ class Shares:
                 heappop(most)
                 continue
             blocks[giver] -= len(newest.table)
-            if (left := blocks[giver] / self._weights[giver]) < level:
-                return
+            left = blocks[giver] / self._weights[giver]
             heapreplace(most, (-left, at, giver))
-            yield newest
+            yield newest, left
 
 
 class Fairness:
@@ -122,7 +163,9 @@ class Fairness:
         self._requests, self._batch, self._waiting = requests, batch, waiting
         self._admission, self._isolation, self._swapping = admission, isolation, swapping
         self._adapters = adapters
-        self._for_another = 0  # blocks that preemptions for fairness could free for one more tenant
+        self._shares = Shares(())  # the tenants' holdings a few steps ago
+        # Holdings, blocks that tenants below their share wait for, and what `startable` returned for them.
+        self._startable: tuple[Shares, Counter[str], tuple[int, dict[str, int]]] = self._shares, Counter(), (0, {})
         self._look_step = 0  # the first step in which holdings are summed up again
         self._retry_step = 0  # the first step that searches for a favoured sequence again
         self._visits, self._visits_step = 0, -1  # running sequences that the searches of a plan have visited; its step
@@ -138,21 +181,30 @@ class Fairness:
         """Sum up the blocks of every tenant, unless the last sums are recent enough."""
         batch = self._batch
         if self._look_step <= batch.step:
-            shares = Shares(batch.holders())
-            self.over_share, self._for_another = shares.over_share(), shares.for_another()
+            self._shares = Shares(batch.holders())
+            self.over_share = self._shares.over_share()
             self._look_step = batch.step + 1 + batch.running // LOOK_SLOTS
 
-    def room(self, block_size: int) -> int:
-        """Return the prompt tokens that tenants below their share could start after their waiting requests."""
-        theirs = self._waiting_below_share()
-        return max(0, self._for_another - sum(tokens // block_size + 1 for tokens in theirs)) * block_size
+    def startable(self, block_size: int) -> tuple[int, dict[str, int]]:
+        """Return the prompt tokens that one more tenant could start by preemption, after the waiting sequences of
+        tenants below their share; and the same for each of these tenants that has sequences here."""
+        waiting, weights = Counter[str](), {}
+        for seq in self._waiting_below_share():
+            waiting[seq.request.tenant] += seq.queued_tokens // block_size + 1 + seq.sibling_blocks
+            weights[seq.request.tenant] = seq.request.weight
+        if self._startable[:2] != (self._shares, waiting):
+            for_another = self._shares.for_another(sum(waiting.values())) * block_size
+            each = self._shares.for_each(waiting, weights) if self.contend else {}
+            own = {tenant: blocks * block_size for tenant, blocks in each.items()}
+            self._startable = self._shares, waiting, (for_another, own)
+        return self._startable[2]
 
     def waiting_tokens(self) -> int:
         """Return the tokens of the waiting sequences of tenants below their share: they start before all others."""
-        return sum(self._waiting_below_share())
+        return sum(seq.queued_tokens for seq in self._waiting_below_share())
 
-    def _waiting_below_share(self) -> Iterator[int]:
-        return (seq.queued_tokens for seq in self._waiting if seq.request.tenant not in self.over_share)
+    def _waiting_below_share(self) -> Iterator[Sequence]:
+        return (seq for seq in self._waiting if seq.request.tenant not in self.over_share)
 
     def favoured(self, named: Container[int]) -> tuple[Sequence, list[Sequence]] | None:
         """Return (sequence that starts before all others, sequences to preempt for it, in order); None: none does.
@@ -186,6 +238,7 @@ class Fairness:
                     return None
                 shares = shares or Shares(batch.holders())
                 if (victims := self._victims(seq, shares, named)) is not None:
+                    self._look_step = 0  # the next report must count the blocks of `seq` as its tenant's
                     return seq, victims
                 failed.add(tenant)
                 self._retry_step = batch.step + batch.running // FAVOUR_SLOTS

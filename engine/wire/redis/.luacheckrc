@@ -10,7 +10,8 @@ local constants = {
   "QUARANTINED_MS", "QUOTA_MS", "QUOTA_CHECK_MS", "QUOTA_CHECKS", "DIGEST_BYTES", "PREFIX_BLOCK", "PREFIX_DENSE", "PREFIX_STEPS", "PREFIX_COUNT",
   "WINDOW", "TRIES", "PATIENCE_PERCENT", "LOADS_PASSED", "MAX_LOADS", "LACKING_MS", "RECOMPUTE", "PACE_TOKENS",
   "RESPONSE_BYTES", "READING_ENGINES", "LEASE_HEAD",
-  "LOAD_BLOCK_SIZE", "LOAD_TOTAL_BLOCKS", "LOAD_DRAINING", "LOAD_CROWD", "LOAD_HONOURS", "RINGS", "WAKE_TRIES", "TENANTS_SHOWN",
+  "LOAD_BLOCK_SIZE", "LOAD_TOTAL_BLOCKS", "LOAD_DRAINING", "LOAD_CROWD", "LOAD_PREEMPTIBLE",
+  "LOAD_HONOURS", "LOAD_PREEMPTIBLE_OF", "RINGS", "WAKE_TRIES", "TENANTS_SHOWN",
   "COMMAND_WORDS",
 }
 local shared = {
@@ -23,7 +24,7 @@ local shared = {
   "listeners", "each_of", "other_listeners", "route", "channel_of", "send_log_ends",
   "bury", "withdraw", "unlisten", "end_with", "claimable", "head", "first_suspect",
   "next_request", "count_share",
-  "offer", "free_capacity", "renew_lease", "wake_engines", "hold", "let_go", "condemn", "accuse", "give_back",
+  "offer", "free_capacity", "capacity_elsewhere", "renew_lease", "wake_engines", "wake_to_preempt", "hold", "let_go", "condemn", "accuse", "give_back",
   "ALL_ADAPTERS", "lacked_of", "split_adapter", "adapter_of", "leaves", "takes_adapters", "others_may_have", "lacked_ms",
   "take_returned",
   "prefix_tokens", "prefix_digest", "each_part", "add_prefixes", "chooser", "sweep_prefixes",

@@ -71,7 +71,7 @@ if not outcome then
       call('HSET', P .. 'once:' .. once, 'id', first_id, 'body', body)
       call('PEXPIREAT', P .. 'once:' .. once, deadline + EXPIRY_MS)
     end
-    wake_engines(shortest + extra)
+    if wake_engines(shortest + extra) == 0 then wake_to_preempt(tenant, shortest + extra) end
   end
 end
 return {outcome, ahead, free, queue_state(tenant), duplicate}

@@ -84,7 +84,8 @@ if x.publishes == 'afresh' or vanished == 1 and (added ~= '' or #x.claimed > 0) 
 end
 offer_capacity(x, left, known_left, waiting, closed)
 -- Store the reply for a retry of this sync, and the prompt tokens that the engine would still claim.
-call('HSET', state, 'seq', x.seq, 'reply', cmsgpack.pack({x.claimed, x.orders, retry, vanished}), 'room', left)
+call('HSET', state, 'seq', x.seq, 'reply', cmsgpack.pack({x.claimed, x.orders, retry, vanished}), 'room', left,
+     'claims', x.claim_tokens > 0 and '1' or '0')
 if x.seq == 1 then engines = engines + call('ZADD', P .. 'engines', 0, x.engine) end  -- later rejoin.lua adds it
 return {x.works, x.orders, waiting - LEFT, engines, now_ms(), rare and call('EXISTS', P .. 'watch') or 0, retry,
         vanished}

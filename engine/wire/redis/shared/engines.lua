@@ -22,6 +22,18 @@ local function free_capacity(me)  -- returns the prompt tokens that all engines,
   return tokens
 end
 
+-- Returns the free capacity, in prompt tokens, of engines except `me` that claim requests now.  An engine that has
+-- claimed enough prompts for its next steps has free capacity, too, but claims nothing.
+local function capacity_elsewhere(me)
+  local tokens = free_capacity(me)
+  if tokens == 0 then return 0 end
+  for _, engine in ipairs(call('ZREVRANGE', P .. 'offers', '0', WAKE_TRIES)) do
+    local left, claims = unpack(call('HMGET', P .. 'engine:' .. engine, 'room', 'claims'))
+    if engine ~= me and claims == '0' then tokens = tokens - left end
+  end
+  return tokens
+end
+
 -- Renew the engine's lease.  Its value: version, unix ms, load.  One counter numbers the versions of all leases, so
 -- that a reading of the fleet returns only the leases with a higher version than at the previous reading.
 local function renew_lease(engine, load, lease_ms)
@@ -31,7 +43,7 @@ end
 
 -- Wake the RINGS engines with the most free capacity, if it is enough for a request of `tokens` prompt tokens.  An
 -- engine is not woken again before its next sync, which sees all waiting requests.  If an engine's process does not
--- listen, another engine is woken.  "Wake-ups" in KEYS.md.
+-- listen, another engine is woken.  Returns the number of engines woken.  "Wake-ups" in KEYS.md.
 local function wake_engines(tokens)
   local tried, woken = {}, 0
   for _, engine in ipairs(call('ZREVRANGEBYSCORE', P .. 'bells', '+inf', tokens, 'LIMIT', '0', WAKE_TRIES)) do
@@ -40,6 +52,25 @@ local function wake_engines(tokens)
     if woken == RINGS then break end
   end
   if #tried > 0 then call('ZREM', P .. 'bells', unpack(tried)) end
+  return woken
+end
+
+-- Wake an engine that can free enough for a request of the tenant, of `tokens` prompt tokens, by preempting other
+-- tenants' sequences.  Full engines, which have scores below 0, go first.
+local function wake_to_preempt(tenant, tokens)
+  local bells, below = P .. 'bells', '(' .. tokens
+  for _, engine in ipairs(call('ZRANGEBYSCORE', bells, '-inf', below, 'LIMIT', '0', WAKE_TRIES)) do
+    local lease = call('GET', P .. 'lease:' .. engine)
+    local load = lease and cmsgpack.unpack(string.sub(lease, LEASE_HEAD + 1)) or {}
+    local yields = (load[LOAD_PREEMPTIBLE_OF] or {})[tenant] or load[LOAD_PREEMPTIBLE] or 0
+    for _, over in ipairs(load[LOAD_CROWD] or {}) do
+      if over == tenant then yields = 0 end
+    end
+    if yields >= tonumber(tokens) then
+      call('ZREM', bells, engine)
+      if call('PUBLISH', P .. 'bell:' .. engine, '') > 0 then return end
+    end
+  end
 end
 
 local function hold(engine, id, place, tenant, tokens)  -- record that the engine holds the request; charge its tenant

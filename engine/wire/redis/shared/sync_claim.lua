@@ -124,24 +124,30 @@ local function claim_share(x, waiting, engines)
 end
 
 -- Claims requests of tenants below their share, up to the tokens that this engine can free by preempting tenants over
--- their share (`preemptible_tokens`), if no other engine has free capacity for these requests.
+-- their share (`preemptible_tokens`), if no other engine has free capacity for these requests.  A tenant that has
+-- sequences here may have less left (LOAD_PREEMPTIBLE_OF): its further requests stay in the queue, for engines at which
+-- it holds less.
 local function claim_by_preemption(x)
-  local over = {}
-  for _, tenant in ipairs(cmsgpack.unpack(x.load)[LOAD_CROWD]) do
+  local over, load = {}, cmsgpack.unpack(x.load)
+  local left_of = load[LOAD_PREEMPTIBLE_OF] or {}
+  for _, tenant in ipairs(load[LOAD_CROWD]) do
     for _, lane in ipairs(LANES) do leave_out(over, lane, tenant) end
   end
   local claim_tokens = x.claim_tokens
   x.free_tokens, x.claim_tokens = x.preemptible_tokens, x.preempt_claim_tokens
-  local elsewhere = free_capacity(x.engine)
+  local elsewhere = capacity_elsewhere(x.engine)
   while x.free_tokens > 0 and x.claim_tokens > 0 do
     local lane, id, size, tenant = 'on_time', head('on_time', over)
     if not id then lane, id, size, tenant = 'late', head('late', over) end
     if not id or size <= elsewhere then break end
-    if leaves(x, id) then
+    local left = left_of[tenant] or x.preemptible_tokens
+    if size > left or leaves(x, id) then
       leave_out(over, lane, tenant)
     elseif not claim_request(x, lane, id, size) then
       break
+    else
+      left_of[tenant] = left - size
     end
   end
-  x.claim_tokens = claim_tokens
+  x.preemptible_tokens, x.preempt_claim_tokens, x.claim_tokens = x.free_tokens, x.claim_tokens, claim_tokens
 end

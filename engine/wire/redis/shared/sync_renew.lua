@@ -45,6 +45,8 @@ local function offer_capacity(x, left, known, waiting, closed)
      or closed and #x.claimed > 0 and call('EXISTS', P .. 'suspects') == 1 then wake_engines(x.blocked or '1') end
   if claims_more then
     call('ZADD', P .. 'bells', left, x.engine)
+  elseif x.preemptible_tokens > 0 and x.preempt_claim_tokens > 0 and not closed then
+    call('ZADD', P .. 'bells', -x.preemptible_tokens, x.engine)
   elseif known ~= '0' then
     call('ZREM', P .. 'bells', x.engine)
   end
