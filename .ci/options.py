@@ -2,7 +2,7 @@
 
 These are the page of all options, the options' part of the chart's schema, and the limits in the page of the API.
 
-    python .ci/options.py          brings service/OPTIONS.md, docs/api.md and helm/values.schema.json up to date
+    python .ci/options.py          brings docs/options.md, docs/api.md and helm/values.schema.json up to date
 
 A test fails while they are not (tests/test_options.py).
 """
@@ -26,7 +26,7 @@ from quire.service.common import limits  # noqa: E402
 from quire.service.config import GatewayConfig  # noqa: E402
 from quire.service.terminal.options import BenchConfig, ChatConfig, TopConfig  # noqa: E402
 
-PAGE = ROOT / "service" / "OPTIONS.md"
+PAGE = ROOT / "docs" / "options.md"
 API = ROOT / "docs" / "api.md"
 BEGIN, END = "<!-- limits: written by .ci/options.py -->", "<!-- end of limits -->"  # around the generated part of API
 SCHEMA = ROOT / "helm" / "values.schema.json"
@@ -89,7 +89,7 @@ max_model_len = 8192
 
 
 def page() -> str:
-    """Returns service/OPTIONS.md."""
+    """Returns docs/options.md."""
     parts = [INTRO]
     for name, (cls, about) in SECTIONS.items():
         parts.append(
@@ -101,7 +101,7 @@ def page() -> str:
             parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     parts.append(
         "\n## Limits of every input\n\n"
-        "[docs/api.md](../docs/api.md#limits) explains them. The defaults are a gateway's.\n\n" + limit_table()
+        "[api.md](api.md#limits) explains them. The defaults are a gateway's.\n\n" + limit_table()
     )
     return "\n".join(parts) + "\n"
 

@@ -147,7 +147,7 @@ ROOMS = (
 )
 TEXTS = ("service/", "engine/", "loadtest/")  # folders whose strings are options, log lines and errors
 CODE = (".py", ".cpp", ".h", ".cu", ".cuh", ".lua")
-PAGES_OF_WORDS = ("CHANGELOG.md", "CONTRIBUTING.md", "docs/models.md", "service/OPTIONS.md")  # the glossary; derived
+PAGES_OF_WORDS = ("CHANGELOG.md", "CONTRIBUTING.md", "docs/models.md", "docs/options.md")  # the glossary; derived
 DIRECTIVES = re.compile(r"^(noqa|type:|mypy:|ruff:|pragma|fmt:|!)|^-*\s*$|^[-=*]{3,}")
 DRAWING = re.compile(r"[|`+<>─│└├┌┐┘┴┬]{2,}|-{2,}>|\s{3,}\S")
 

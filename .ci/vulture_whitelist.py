@@ -36,7 +36,7 @@ _.alarms  # engine/wire/messages.py: a field of EngineLoad
     _.hit_rate,
 )  # loadtest/studies/capacity.py
 _.copy_gbps, _.sum_gbps, _.matmul_4096_tflops  # loadtest/kernels/timing.py
-_.between_steps_ms, _.between_steps  # engine/tools/gpu_idle.py
+_.between_steps_ms, _.between_steps  # loadtest/studies/gpu_idle.py
 _.offered_per_s, _.served_per_s, _.ttft_by_tenant, _.busiest, _.exchange_us  # loadtest/studies/fleet.py
 
 # Read by a library.

@@ -10,8 +10,8 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.engine.tools.models import model_class
-from quire.engine.tools.tiny_checkpoints import make_checkpoint
+from quire.loadtest.studies.model_families import model_class
+from quire.loadtest.studies.tiny_checkpoints import make_checkpoint
 from tests.quantised import KINDS, quantise_checkpoint
 
 OTHERS = "visual|vision_tower|vision_model|multi_modal_projector"  # first parts of the names of other towers

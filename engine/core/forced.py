@@ -26,8 +26,8 @@ from quire.engine.core.report import SchedulerReport
 from quire.engine.core.sequence import Sequence, State
 
 # Minimum tokens of a jump, including the token sampled last.  A jump adds a slice to a decode step, which makes the
-# step slower, so the jump has to save two steps.  5 answers of 96 tokens by SmolLM2-135M, of the schemas of `python -m
-# quire.engine.tools structured`, took 478 steps without jumps, and 421, 430, 436, 463 steps with MIN_JUMP = 2, 3, 4, 6.
+# step slower, so the jump has to save two steps.  5 answers of 96 tokens by SmolLM2-135M, of the schemas of the study
+# `structured`, took 478 steps without jumps, and 421, 430, 436, 463 steps with MIN_JUMP = 2, 3, 4, 6.
 MIN_JUMP = 3
 
 

@@ -54,6 +54,8 @@ STUDIES: dict[str, tuple[str, str]] = {
     "structured": (f"{PACKAGE}.structured", "compare tokens/s with grammars and without, in pairs"),
     "schemas": (f"{PACKAGE}.schemas", "count the JSON schemas of a collection that are served, and time refusals"),
     "hybrid-hits": (f"{PACKAGE}.hybrid_hits", "count prompt tokens that the cache of a recurrent model finds"),
+    "models": (f"{PACKAGE}.model_families", "compare every model family with transformers; writes docs/models.md"),
+    "gpu-idle": (f"{PACKAGE}.gpu_idle", "measure how long a GPU is idle between decode steps"),
     "neighbours": (f"{PACKAGE}.neighbours", "time decode steps on a CPU with other busy processes"),
     "drafting": (f"{PACKAGE}.drafting", "compare tokens/s with drafts and without, in pairs"),
     "scripted-drafts": (f"{PACKAGE}.scripted_drafts", "compare tokens/s with scripted drafts, on random weights"),

@@ -1,7 +1,7 @@
 """The limits of every input, in one table: checks read it, and `.ci/options.py` makes pages from it.
 
     LIMITS["top_p"] --broken("top_p", 1.5, config)--> Broken: status, code, message, limit, given --> a Refusal
-                    --rows(config)------------------> docs/api.md, service/OPTIONS.md
+                    --rows(config)------------------> docs/api.md, docs/options.md
 
 To add a limit, add a row here and call `refusal.check` with the input's value.  A check that needs more than one number
 raises `refusal.limit_refusal`, which takes status and code from the row.  Operators can change limits with an `option`.

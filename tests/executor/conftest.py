@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from quire.engine.executor import ops
-from quire.engine.tools.models import model_class
-from quire.engine.tools.tiny_checkpoints import MORE_LAYERS
-from quire.engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
+from quire.loadtest.studies.model_families import model_class
+from quire.loadtest.studies.tiny_checkpoints import MORE_LAYERS
+from quire.loadtest.studies.tiny_checkpoints import make_checkpoint as make_tiny
 from tests import warm
 from tests.checkpoints import make_checkpoint
 from tests.quantised import WIDE, quantise_checkpoint, store_experts_in_mxfp4

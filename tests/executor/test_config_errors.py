@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from quire.engine.executor.errors import ModelLoadError
 from quire.engine.executor.models import hf
-from quire.engine.tools.tiny_checkpoints import make_checkpoint
+from quire.loadtest.studies.tiny_checkpoints import make_checkpoint
 
 CPU = torch.device("cpu")
 

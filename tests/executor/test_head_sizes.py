@@ -17,8 +17,8 @@ from quire.engine.executor.kv_cache import KVShape
 from quire.engine.executor.models import hf
 from quire.engine.executor.models.cache_shapes import GPU_HEAD_SIZES, cached_layers
 from quire.engine.executor.models.fused import is_fused
-from quire.engine.tools import models
-from quire.engine.tools.tiny_checkpoints import make_checkpoint
+from quire.loadtest.studies import model_families as models
+from quire.loadtest.studies.tiny_checkpoints import make_checkpoint
 from tests.executor.test_gpu import check_greedy, llm, texts, words
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -28,8 +28,8 @@ from quire.engine.executor.models.served_config import check_architecture, check
 from quire.engine.executor.models.sources import hub
 from quire.engine.executor.models.weight_reader import read_weights
 from quire.engine.executor.ranks.ranks import Ranks
-from quire.engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
-from quire.engine.tools.tiny_checkpoints import tiny_config
+from quire.loadtest.studies.tiny_checkpoints import make_checkpoint as make_tiny
+from quire.loadtest.studies.tiny_checkpoints import tiny_config
 from tests.checkpoints import FAMILIES, MAX_LEN, VOCAB, config_of, make_checkpoint, tokenizer
 
 CPU = torch.device("cpu")

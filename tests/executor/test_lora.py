@@ -21,8 +21,8 @@ from quire.engine.executor.models.hf import load_model
 from quire.engine.executor.models.linear import Product
 from quire.engine.llm import LLM, Adapter, Completion, Output
 from quire.engine.orders import Resume
-from quire.engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from quire.engine.wire.messages import FOREVER_MS, Beams, Generate, Sampling
+from quire.loadtest.studies.tiny_checkpoints import make_checkpoint as make_tiny
 from tests.checkpoints import VOCAB
 from tests.executor.driver import CPU, fail_next_step
 from tests.lora import linears, merged, write_adapter

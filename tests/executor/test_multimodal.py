@@ -20,8 +20,8 @@ from quire.engine.executor.models.sharding import shard_proof
 from quire.engine.executor.models.weight_reader import read_weights
 from quire.engine.executor.ranks.ranks import Ranks
 from quire.engine.llm import LLM
-from quire.engine.tools.models import GREEDY, model_class, prompts
-from quire.engine.tools.tiny_checkpoints import MORE_LAYERS, tiny_config
+from quire.loadtest.studies.model_families import GREEDY, model_class, prompts
+from quire.loadtest.studies.tiny_checkpoints import MORE_LAYERS, tiny_config
 from tests.matrix import sampled
 from tests.towers import make
 

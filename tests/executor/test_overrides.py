@@ -15,8 +15,8 @@ from quire.engine.executor.errors import ModelLoadError
 from quire.engine.executor.models import hf, overrides, rope
 from quire.engine.executor.models.served_config import check_length, positions_of
 from quire.engine.executor.models.weights import fingerprint
-from quire.engine.tools.models import our_texts, own_texts
-from quire.engine.tools.tiny_checkpoints import make_checkpoint
+from quire.loadtest.studies.model_families import our_texts, own_texts
+from quire.loadtest.studies.tiny_checkpoints import make_checkpoint
 from tests.towers import make
 
 pytestmark = pytest.mark.usefixtures("one_thread")

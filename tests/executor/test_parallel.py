@@ -34,9 +34,9 @@ from quire.engine.executor.ranks.parallel import ParallelExecutor, WaitingRanks,
 from quire.engine.executor.ranks.rank_process import CLOSE, SUBMIT, Facts, Task
 from quire.engine.executor.ranks.ranks import Ranks
 from quire.engine.llm import LLM, Completion
-from quire.engine.tools.models import model_class
-from quire.engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from quire.engine.wire.messages import Beams, Sampling
+from quire.loadtest.studies.model_families import model_class
+from quire.loadtest.studies.tiny_checkpoints import make_checkpoint as make_tiny
 from tests import warm
 from tests.checkpoints import VOCAB, config_of, make_checkpoint
 from tests.matrix import sampled

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire.engine.llm import LLM
-from quire.engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
+from quire.loadtest.studies.tiny_checkpoints import make_checkpoint as make_tiny
 from tests.checkpoints import make_checkpoint
 from tests.executor.test_gpu import GREEDY, check_greedy, llm, texts, words
 from tests.executor.test_quantised import write_exact

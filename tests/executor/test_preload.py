@@ -20,9 +20,9 @@ from quire.engine.executor import local, preload
 from quire.engine.executor.kv_cache import KVShape, allocate
 from quire.engine.executor.memory_plan import MAX_MEASUREMENTS, MemoryPlan
 from quire.engine.process.standby import OPTIONAL, without_optional_packages
-from quire.engine.tools import tiny_checkpoints
-from quire.engine.tools.models import model_class
 from quire.engine.wire.messages import Sampling
+from quire.loadtest.studies import tiny_checkpoints
+from quire.loadtest.studies.model_families import model_class
 
 Checkpoint = Callable[[str], Path]
 CPU = torch.device("cpu")

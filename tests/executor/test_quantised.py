@@ -24,7 +24,7 @@ from quire.engine.executor.models.quantised.quantised import DTYPE, Quantised, Q
 from quire.engine.executor.models.quantised.quantising import Quantising
 from quire.engine.executor.models.served_config import read_config
 from quire.engine.executor.models.weight_reader import read_weights
-from quire.engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
+from quire.loadtest.studies.tiny_checkpoints import make_checkpoint as make_tiny
 from tests.checkpoints import make_checkpoint
 from tests.executor.driver import NEW, Driver, greedy, served
 from tests.executor.test_hf import refusal, rewrite

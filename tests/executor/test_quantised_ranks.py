@@ -25,8 +25,8 @@ from quire.engine.executor.models.served_config import read_config
 from quire.engine.executor.models.sharding import shard_proof
 from quire.engine.executor.models.weight_reader import read_weights
 from quire.engine.executor.ranks.ranks import Ranks
-from quire.engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from quire.engine.wire.messages import Sampling
+from quire.loadtest.studies.tiny_checkpoints import make_checkpoint as make_tiny
 from tests.checkpoints import make_checkpoint
 from tests.executor.driver import GREEDY
 from tests.executor.noted_files import Noted, noted_open

@@ -20,8 +20,8 @@ from quire.engine.executor.models.served_config import read_config, served_part
 from quire.engine.executor.models.sharding import shard_proof
 from quire.engine.executor.models.weight_reader import read_weights
 from quire.engine.executor.ranks.ranks import ALONE, Ranks
-from quire.engine.tools.models import model_class
 from quire.engine.wire.messages import Sampling
+from quire.loadtest.studies.model_families import model_class
 from tests.executor.driver import GREEDY, Driver, greedy, served
 from tests.executor.noted_files import noted_open
 from tests.executor.test_quantised import CPU, GPU, check_exact, write_exact

@@ -25,9 +25,9 @@ from quire.engine.executor.models.quantised.quantised import DTYPE, LARGEST, Qua
 from quire.engine.executor.models.quantised.quantising import Quantising, check_kind
 from quire.engine.executor.models.weights import fingerprint
 from quire.engine.llm import LLM
-from quire.engine.tools.models import model_class
-from quire.engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from quire.engine.wire.messages import Sampling
+from quire.loadtest.studies.model_families import model_class
+from quire.loadtest.studies.tiny_checkpoints import make_checkpoint as make_tiny
 from tests.executor.driver import Driver, greedy, served
 from tests.executor.test_worker import words
 

@@ -22,9 +22,9 @@ from quire.engine.executor.models.served_config import read_config
 from quire.engine.executor.state_memory import divide_states
 from quire.engine.llm import LLM
 from quire.engine.loop import ConfigError
-from quire.engine.tools.models import GREEDY, own_texts, prompts
-from quire.engine.tools.tiny_checkpoints import VOCAB
 from quire.engine.wire.messages import FOREVER_MS, Generate, Sampling
+from quire.loadtest.studies.model_families import GREEDY, own_texts, prompts
+from quire.loadtest.studies.tiny_checkpoints import VOCAB
 from tests.executor.driver import answer
 
 KINDS = ("lfm2", "qwen3_5_text", "bamba")  # one of each kind of layer

@@ -22,9 +22,9 @@ from quire.engine.executor.local import LocalExecutor
 from quire.engine.executor.models import hf
 from quire.engine.executor.models.recurrent.families import FAMILIES
 from quire.engine.llm import LLM
-from quire.engine.tools.models import GREEDY
-from quire.engine.tools.tiny_checkpoints import VOCAB
 from quire.engine.wire.messages import FOREVER_MS, Generate
+from quire.loadtest.studies.model_families import GREEDY
+from quire.loadtest.studies.tiny_checkpoints import VOCAB
 from tests.executor.driver import Driver, answer
 from tests.executor.test_gpu import words
 

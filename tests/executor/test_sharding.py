@@ -18,8 +18,8 @@ from quire.engine.executor.models.sharding import shard_proof, sharding
 from quire.engine.executor.models.sharding.sharding import plan_shards
 from quire.engine.executor.models.weight_reader import read_weights
 from quire.engine.executor.ranks.ranks import Ranks
-from quire.engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
-from quire.engine.tools.tiny_checkpoints import tiny_config
+from quire.loadtest.studies.tiny_checkpoints import make_checkpoint as make_tiny
+from quire.loadtest.studies.tiny_checkpoints import tiny_config
 from tests.checkpoints import VOCAB, config_of
 from tests.executor.noted_files import noted_open
 

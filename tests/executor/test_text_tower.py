@@ -16,7 +16,7 @@ from quire.engine.executor.models.served_config import read_config, served_part
 from quire.engine.executor.models.sharding import shard_proof
 from quire.engine.executor.models.weight_reader import read_weights
 from quire.engine.executor.ranks.ranks import Ranks
-from quire.engine.tools.models import EQUAL, Verdict, judge
+from quire.loadtest.studies.model_families import EQUAL, Verdict, judge
 from tests.matrix import sampled
 from tests.towers import make, reorder
 

@@ -19,9 +19,9 @@ from quire.engine.executor.errors import ModelLoadError
 from quire.engine.executor.kv_cache import KVShape
 from quire.engine.executor.models import hf
 from quire.engine.llm import LLM
-from quire.engine.tools import models
-from quire.engine.tools.tiny_checkpoints import VOCAB, make_checkpoint
 from quire.engine.wire.messages import Beams
+from quire.loadtest.studies import model_families as models
+from quire.loadtest.studies.tiny_checkpoints import VOCAB, make_checkpoint
 from tests.executor.test_beams import same, theirs
 from tests.executor.test_preempt import Witness
 from tests.matrix import sampled

@@ -16,9 +16,9 @@ from quire.engine.executor.errors import ModelLoadError
 from quire.engine.executor.kv_cache import KVShape
 from quire.engine.executor.kv_groups import KVGroup, blocks_held, divide, group_layers, grouping_windows, held_share
 from quire.engine.llm import LLM
-from quire.engine.tools.models import GREEDY, model_class, own_texts, prompts
-from quire.engine.tools.tiny_checkpoints import VOCAB
 from quire.engine.wire.messages import FOREVER_MS, Beams, Generate, Sampling
+from quire.loadtest.studies.model_families import GREEDY, model_class, own_texts, prompts
+from quire.loadtest.studies.tiny_checkpoints import VOCAB
 from tests.executor.driver import answer
 
 # Windows of 24 tokens next to layers that see everything.  Those of Mistral and of Starcoder are all of one kind.

@@ -17,8 +17,8 @@ from quire.engine.config import EngineConfig
 from quire.engine.executor.kv_cache import GIB
 from quire.engine.executor.loading import load
 from quire.engine.llm import LLM, Completion
-from quire.engine.tools.tiny_checkpoints import VOCAB
 from quire.engine.wire.messages import FOREVER_MS, Beams, Generate, Sampling
+from quire.loadtest.studies.tiny_checkpoints import VOCAB
 from tests.executor.driver import answer, fail_next_step
 
 pytestmark = pytest.mark.gpu

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.engine.tokenizers.convert import convert_directory
-from quire.engine.tools import tiny_checkpoints
+from quire.loadtest.studies import tiny_checkpoints
 from tests.checkpoints import FAMILIES, VOCAB
 from tests.pace import patience
 from tests.service.text.test_vocabulary_files import AS_LLAMA, LLAMA, trained

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from quire.engine.tools.gpu_idle import Did, evaluate
+from quire.loadtest.studies.gpu_idle import Did, evaluate
 
 US = 1000
 

@@ -1,4 +1,4 @@
-"""The families that most people run, by the comparison that `python -m quire.engine.tools models` makes of all of
+"""The families that most people run, by the comparison that `python -m quire.loadtest.studies models` makes of all of
 them."""
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
-from quire.engine.tools import models
-from quire.engine.tools.models import EQUAL, FAILS, REFUSED, Verdict, judge, page
-from quire.engine.tools.tiny_checkpoints import tiny_config
+from quire.loadtest.studies import model_families as models
+from quire.loadtest.studies.model_families import EQUAL, FAILS, REFUSED, Verdict, judge, page
+from quire.loadtest.studies.tiny_checkpoints import tiny_config
 from tests.matrix import sampled
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -1,6 +1,6 @@
 """Measures how long the GPU is idle between decode steps, from a profile.
 
-    python -m quire.engine.tools gpu-idle MODEL [--batches 1,32,256] [--trace FILE]
+    python -m quire.loadtest.studies gpu-idle MODEL [--batches 1,32,256] [--trace FILE]
 
 and any option of an engine.  Prints one line of JSON per batch size.  The profiler slows down the host but hardly the
 device, so measured gaps are upper bounds.  FILE: also write the last batch's profile, for a trace viewer.
@@ -116,7 +116,7 @@ def evaluate(batch: int, did: list[Did]) -> Idle:
 
 def main(argv: list[str]) -> int:
     """Run the tool.  Returns 2, with one line on stderr, if the model cannot be loaded."""
-    name = "python -m quire.engine.tools gpu-idle"
+    name = "python -m quire.loadtest.studies gpu-idle"
     parser = argparse.ArgumentParser(prog=name, add_help=False)
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 32, 256])
     parser.add_argument("--trace", type=Path)

@@ -1,8 +1,8 @@
 """Which model families of the installed transformers are served, proved on tiny checkpoints; writes docs/models.md.
 
-    python -m quire.engine.tools models                     every causal family; takes about ten minutes on two cores
-    python -m quire.engine.tools models --only llama,gpt2   some of them; prints the table and writes no page
-    python -m quire.engine.tools models --tensor-parallel 2  texts of two ranks against those of one; writes no page
+    python -m quire.loadtest.studies models         every causal family; takes about ten minutes on two cores
+        --only llama,gpt2       some of them; prints the table and writes no page
+        --tensor-parallel 2     texts of two ranks against those of one; writes no page
 
 For each family it makes a tiny checkpoint with random float32 weights, and compares greedy outputs of three prompts on
 a CPU with `transformers.generate`: in one batch with unchunked prefill, again with their prefixes cached, and in chunks
@@ -42,8 +42,8 @@ from quire.engine.executor.errors import ModelLoadError, UnsupportedModel, one_l
 from quire.engine.executor.models import served_config, text_tower
 from quire.engine.executor.models.progress_bars import no_bars
 from quire.engine.llm import LLM
-from quire.engine.tools.tiny_checkpoints import MORE_LAYERS, VOCAB, make_checkpoint
 from quire.engine.wire.messages import Sampling
+from quire.loadtest.studies.tiny_checkpoints import MORE_LAYERS, VOCAB, make_checkpoint
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 PROMPTS = (5, 33, 61)  # tokens
@@ -206,9 +206,9 @@ def page(verdicts: list[Verdict]) -> str:
     lines = [
         "# Model families",
         "",
-        f"Made by `python -m quire.engine.tools models` with transformers {transformers.__version__} on a CPU.",
+        f"Made by `python -m quire.loadtest.studies models` with transformers {transformers.__version__} on a CPU.",
         "Every causal family gets a tiny checkpoint with random float32 weights. Three prompts are continued greedily:",
-        f"whole and in one batch, again with their prefixes cached, and in chunks of {CHUNK}. Do not edit this page.",
+        f"unchunked in one batch, again with their prefixes cached, and in chunks of {CHUNK}. Do not edit this page.",
         "",
         "| outcome | families | meaning |",
         "|---|---|---|",
@@ -243,7 +243,7 @@ def compare(names: list[str], ranks: int = 1) -> list[Verdict]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m quire.engine.tools models", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m quire.loadtest.studies models", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--only", default="", help="families, separated by commas; the page is not written then")
     parser.add_argument("--out", type=Path, default=PAGE, help="the page to write")
