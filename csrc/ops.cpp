@@ -184,31 +184,25 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
 
 // Linear layers with packed weights, on a CPU.
 TORCH_LIBRARY_FRAGMENT(quire, m) {
-  //   x          [rows, inner]
+  // One linear layer with fused neighbours: rms_norm of x if there is a norm; out = x weight^T + bias + plus; silu_mul:
+  // then silu(gate) * up of the result's halves, without plus.  Sums in float32, rounded once.  A row's result is
+  // bit-identical in any batch, except with `widen`.
+  //   x          [rows, inner] in any dtype
   //   packed     a weight [features, inner] in the layout of product_layout, padded with zeros
   //   bias       [features]
-  //   plus, out  [rows, features]: out = x weight^T + bias + plus; out may be plus.  Both have x's dtype, or both f32
-  // Sums in float32, rounded once.  A row's result is bit-identical in any batch.
-  m.def("product(Tensor x, Tensor packed, Tensor? bias, Tensor? plus, Tensor(a!) out) -> ()");
-  // `product` with int8 weights and x of any dtype, whose rows are quantised to 16 bits.  Sums are exact integers.
+  //   plus, out  [rows, features]; out may be plus.  Both have x's dtype, or both f32
+  // int8 weights have a scale of one dimension.  Rows of x are quantised to 16 bits, and sums are exact integers.
   //   packed     bytes w + 128, padded
   //   scale      [strips * columns] f32: the weight is w * scale, per feature
-  m.def("product_int8(Tensor x, Tensor packed, Tensor scale, Tensor? bias, Tensor? plus, Tensor(a!) out) -> ()");
-  // `product` with int4 weights and x of any dtype, whose rows are quantised to 16 bits.  Sums within a group of inputs
+  // int4 weights have a scale of three dimensions.  Rows of x are quantised to 16 bits, and sums within a group of inputs
   // are exact integers.
   //   packed     [strips, inner / 4, columns / 2, 4] u8: packed[s, k, c, t] = w[s * columns + c, 4 * k + t]
   //              + 16 * w[s * columns + columns / 2 + c, 4 * k + t]
   //   scale      [strips, groups, columns] f16 or f32; groups have 32, 64, .. 4,096 inputs
   //   zero       [strips, groups, columns] u8: the weight is (w - zero) * scale; absent: 8
-  m.def(
-      "product_int4(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor? bias, Tensor? plus, Tensor(a!) out) -> "
-      "()");
-  // One linear layer with fused neighbours: rms_norm of x (if there is a norm), then `product` without scale,
-  // `product_int8` with a scale [strips * columns], else `product_int4`. silu_mul: then silu(gate) * up of the result's
-  // halves, without plus. widen: bfloat16 x and weights are multiplied on matrix tiles (AMX) if the inner size is even,
-  // with sums in another order than in `product`.  With many rows of bfloat16, quantised weights are dequantised to
-  // bfloat16 first: int8 weights stay exact, and x is not rounded.  The bits of such a row then depend on the number of
-  // rows.  Requires AVX-512
+  // widen: bfloat16 x and weights are multiplied on matrix tiles (AMX) if the inner size is even, with sums in another
+  // order.  With many rows of bfloat16, quantised weights are dequantised to bfloat16 first: int8 weights stay exact, and
+  // x is not rounded.  The bits of such a row then depend on the number of rows.  Requires AVX-512
   m.def(
       "packed_linear(Tensor x, Tensor packed, Tensor? scale, Tensor? zero, Tensor? bias, Tensor? norm, float eps, "
       "bool silu_mul, bool widen, Tensor? plus, Tensor(a!) out) -> ()");

@@ -21,20 +21,6 @@ template <>
 inline constexpr int64_t kTogether<bf16> = 2;
 #endif
 
-template <class T, class Out = T>
-struct ProductArgs {
-  const T* x;  // [rows, inner]
-  int64_t x_stride;
-  const T* weight;  // packed weight
-  const T* bias;    // [features], or null
-  const Out* plus;  // [rows, features], added to the result, or null; may be out
-  int64_t plus_stride;
-  Out* out;  // [rows, features]
-  int64_t out_stride;
-  int64_t rows, inner, features;
-  int threads;
-};
-
 // out = x weight^T + bias + plus.  Sums in float, over runs of `inner` that start at fixed positions, run after run;
 // one rounding at the end, to Out.  T: float, bf16 or fp16.  Out: T or float.
 template <class T, class Out>

@@ -22,22 +22,12 @@ constexpr int64_t kInt4Block = 32;           // elements of `inner` per block; a
 constexpr int64_t kInt4LargestGroup = 4096;  // 4096 * 15 * 32,639 fits into 32 bits
 
 template <class T, class Out = T>
-struct Int4ProductArgs {
-  const T* x;  // [rows, inner]
-  int64_t x_stride;
-  const uint8_t* weight;    // packed weight
+struct Int4ProductArgs : ProductArgs<T, Out, uint8_t> {
   const fp16* scale;        // [strips, groups, kColumns]; null if wide_scale is set
   const float* wide_scale;  // [strips, groups, kColumns], scales as float; null if scale is set
   const uint8_t* zero;      // [strips, groups, kColumns]; null: all zero points are 8
-  const T* bias;            // [features], or null
-  const Out* plus;          // [rows, features], added to the result, or null; may be out
-  int64_t plus_stride;
-  Out* out;  // [rows, features]
-  int64_t out_stride;
-  uint8_t* workspace;  // [rows, int4_row_bytes(inner, group)], aligned to 64
-  int64_t rows, inner, features;
-  int64_t group;  // elements of `inner` that share a scale: a divisor of inner
-  int threads;
+  int64_t group;            // elements of `inner` that share a scale: a divisor of inner
+  uint8_t* workspace;       // [rows, int4_row_bytes(inner, group)], aligned to 64
 };
 
 // Bytes of a row of quantised x: two per element, four per group, and four for the scale of the row.

@@ -22,19 +22,9 @@ constexpr int64_t kInt8Together = 2;
 #endif
 
 template <class T, class Out = T>
-struct Int8ProductArgs {
-  const T* x;  // [rows, inner]
-  int64_t x_stride;
-  const uint8_t* weight;  // packed weight
-  const float* scale;     // [strips * kColumns]
-  const T* bias;          // [features], or null
-  const Out* plus;        // [rows, features], added to the result, or null; may be out
-  int64_t plus_stride;
-  Out* out;  // [rows, features]
-  int64_t out_stride;
+struct Int8ProductArgs : ProductArgs<T, Out, uint8_t> {
+  const float* scale;  // [strips * kColumns]
   uint8_t* workspace;  // [rows, int8_row_bytes(inner)], aligned to 64
-  int64_t rows, inner, features;
-  int threads;
 };
 
 // Bytes of a row of quantised x: two per element, rounded up to cache lines, and one line for its scale and sum.

@@ -1,6 +1,4 @@
-// Shared parts of the linear layers: the split into tasks, and the epilogue.
-//
-// Args: a struct with rows, inner, features, threads, and bias, plus, plus_stride, out, out_stride as in ProductArgs.
+// Shared parts of the linear layers: their arguments, the split into tasks, and the epilogue.
 
 #pragma once
 
@@ -16,6 +14,20 @@ namespace quire::cpu {
 constexpr int64_t kColumns = 2 * kLanes;
 constexpr int64_t kTaskStrips = 4;          // strips per task
 constexpr int64_t kWorthSharing = 1 << 17;  // multiplications below which a second thread is not woken: it takes longer
+
+template <class T, class Out = T, class Weight = T>
+struct ProductArgs {
+  const T* x;  // [rows, inner]
+  int64_t x_stride;
+  const Weight* weight;  // packed weight
+  const T* bias;         // [features], or null
+  const Out* plus;       // [rows, features], added to the result, or null; may be out
+  int64_t plus_stride;
+  Out* out;  // [rows, features]
+  int64_t out_stride;
+  int64_t rows, inner, features;
+  int threads;
+};
 
 // Calls task(first_row, rows, first_strip, strips) until all rows and strips are covered; at most `max_rows` per task.
 template <class Args, class Task>

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.executor import ops
+from tests.kernels.packed import into
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [(32, 1, 32), (96, 33, 32), (576, 65, 64), (512, 100, 128), (640, 31, 640), (1408, 96, 32), (4096, 40, 4096)]
@@ -149,7 +151,7 @@ def test_against_float64(dtype: torch.dtype, inner: int, features: int, group: i
 def test_results_in_float32() -> None:
     x, weight = made(5, 128, 40, 32, torch.bfloat16)
     out, packed = torch.empty(5, 40), weight.packed()
-    torch.ops.quire.product_int4.default(x, packed.values, packed.scale, packed.zero, None, None, out)
+    into(out, x, packed)
     assert torch.equal(out, by_definition(x.float(), weight))
 
 
@@ -183,8 +185,7 @@ def test_rows_of_a_larger_tensor() -> None:
     x, weight = made(20, 96, 40, 32, torch.bfloat16)
     wide, out = torch.cat([x, x], 1), torch.zeros(20, 80, dtype=torch.bfloat16)
     packed = weight.packed()
-    rest = (packed.values, packed.scale, packed.zero, None, None)
-    torch.ops.quire.product_int4.default(wide[::2, 96:], *rest, out[::2, 40:])
+    into(out[::2, 40:], wide[::2, 96:], packed)
     assert torch.equal(out[::2, 40:], product(x[::2].contiguous(), weight))
     assert not out[:, :40].any()
     assert not out[1::2].any()
@@ -218,4 +219,4 @@ def test_a_weight_of_another_shape_is_refused() -> None:
         (packed.scale[:, :0].clone(), None, "scale: groups is 0"),
     ):
         with pytest.raises(ValueError, match=reason):
-            torch.ops.quire.product_int4.default(x, packed.values, scale, zero, None, None, torch.empty(4, 32))
+            into(torch.empty(4, 32), x, dataclasses.replace(packed, scale=scale, zero=zero))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.executor import ops
+from tests.kernels.packed import into
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [(1, 1), (7, 33), (64, 32), (255, 100), (257, 31), (513, 96), (1408, 512)]
@@ -113,7 +115,7 @@ def test_results_in_float32() -> None:
     out = torch.empty(5, 40)
     packed = ops.pack_int8(numbers, scale)
     assert packed.scale is not None
-    torch.ops.quire.product_int8.default(x, packed.values, packed.scale, None, None, out)
+    into(out, x, packed)
     assert torch.equal(out, in_integers(x.float(), numbers, scale))
 
 
@@ -145,7 +147,7 @@ def test_rows_of_a_larger_tensor() -> None:
     packed = ops.pack_int8(numbers, scale)
     out = torch.zeros(20, 80, dtype=torch.bfloat16)
     assert packed.scale is not None
-    torch.ops.quire.product_int8.default(wide[::2, 96:], packed.values, packed.scale, None, None, out[::2, 40:])
+    into(out[::2, 40:], wide[::2, 96:], packed)
     assert torch.equal(out[::2, 40:], product(x[::2].contiguous(), numbers, scale))
     assert not out[:, :40].any()
     assert not out[1::2].any()
@@ -171,4 +173,4 @@ def test_a_weight_of_another_shape_is_refused() -> None:
         ops.packed_linear(x.double(), packed, None)
     assert packed.scale is not None
     with pytest.raises(ValueError, match="scale: padded features"):
-        torch.ops.quire.product_int8.default(x, packed.values, packed.scale[1:].clone(), None, None, torch.empty(4, 32))
+        into(torch.empty(4, 32), x, dataclasses.replace(packed, scale=packed.scale[1:].clone()))

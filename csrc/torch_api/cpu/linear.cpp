@@ -73,6 +73,26 @@ const T* data_of(const std::optional<at::Tensor>& t) {
   return t ? static_cast<const T*>(t->const_data_ptr()) : nullptr;
 }
 
+template <class T, class Out, class Weight = T>
+cpu::ProductArgs<T, Out, Weight> product_args(const ProductSizes& sizes, const at::Tensor& x, const at::Tensor& packed,
+                                              const std::optional<at::Tensor>& bias,
+                                              const std::optional<at::Tensor>& plus, const at::Tensor& out) {
+  return {
+      .x = data_of<T>(x),
+      .x_stride = x.stride(0),
+      .weight = data_of<Weight>(packed),
+      .bias = data_of<T>(bias),
+      .plus = data_of<Out>(plus),
+      .plus_stride = plus ? plus->stride(0) : 0,
+      .out = static_cast<Out*>(out.data_ptr()),
+      .out_stride = out.stride(0),
+      .rows = sizes.rows,
+      .inner = sizes.inner,
+      .features = sizes.features,
+      .threads = threads(),
+  };
+}
+
 // Minimum rows at which `widen` dequantises int8 and int4 weights to bfloat16.  With fewer rows that is slower than the
 // integer kernels.  Measured on one core of a Zen 4 with weights from memory, at 4 to 512 rows, with builds for AVX-512
 // and for AVX2: docs/notes/kernels/product_int8.md, "Many rows".
@@ -80,31 +100,18 @@ constexpr int64_t kInt8WidenedRows = kLanes == 16 ? 48 : 12, kInt4WidenedRows = 
 
 std::tuple<int64_t, int64_t> widened_rows() { return {kInt8WidenedRows, kInt4WidenedRows}; }
 
-// tiles: bfloat16 weights are multiplied on matrix tiles, if the inner size is even.
+// widen: bfloat16 weights are multiplied on matrix tiles, if the inner size is even.
 void plain_product(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                   const std::optional<at::Tensor>& plus, const at::Tensor& out, bool tiles) {
+                   const std::optional<at::Tensor>& plus, const at::Tensor& out, bool widen) {
   ProductSizes sizes;
   expect_dtype("packed", packed, x.scalar_type(), "x");
   check_product(sizes, x, packed, product_layout(packed), bias, plus, out);
   by_dtypes(x, out, [&](auto type, auto out_type) {
     using T = decltype(type);
     using Out = decltype(out_type);
-    const cpu::ProductArgs<T, Out> args{
-        .x = data_of<T>(x),
-        .x_stride = x.stride(0),
-        .weight = data_of<T>(packed),
-        .bias = data_of<T>(bias),
-        .plus = data_of<Out>(plus),
-        .plus_stride = plus ? plus->stride(0) : 0,
-        .out = static_cast<Out*>(out.data_ptr()),
-        .out_stride = out.stride(0),
-        .rows = sizes.rows,
-        .inner = sizes.inner,
-        .features = sizes.features,
-        .threads = threads(),
-    };
+    const auto args = product_args<T, Out>(sizes, x, packed, bias, plus, out);
     if constexpr (std::is_same_v<T, bf16> && kTogether<bf16> == 2) {
-      if (tiles && sizes.inner > 0 && sizes.inner % 2 == 0) {
+      if (widen && sizes.inner > 0 && sizes.inner % 2 == 0) {
         return on_tiles(args, nullptr, [&](int64_t strip, int64_t first, int64_t, bf16*) {
           return args.weight + (strip * args.inner + first) * kColumns;
         });
@@ -112,11 +119,6 @@ void plain_product(const at::Tensor& x, const at::Tensor& packed, const std::opt
     }
     cpu::product(args);
   });
-}
-
-void product(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-             const std::optional<at::Tensor>& plus, const at::Tensor& out) {
-  plain_product(x, packed, bias, plus, out, false);
 }
 
 // widen: if bfloat16 x has many rows, the weights are dequantised to bfloat16.
@@ -132,22 +134,8 @@ void int8_product(const at::Tensor& x, const at::Tensor& packed, const at::Tenso
   by_dtypes(x, out, [&](auto type, auto out_type) {
     using T = decltype(type);
     using Out = decltype(out_type);
-    cpu::Int8ProductArgs<T, Out> args{
-        .x = data_of<T>(x),
-        .x_stride = x.stride(0),
-        .weight = data_of<uint8_t>(packed),
-        .scale = data_of<float>(scale),
-        .bias = data_of<T>(bias),
-        .plus = data_of<Out>(plus),
-        .plus_stride = plus ? plus->stride(0) : 0,
-        .out = static_cast<Out*>(out.data_ptr()),
-        .out_stride = out.stride(0),
-        .workspace = nullptr,
-        .rows = sizes.rows,
-        .inner = sizes.inner,
-        .features = sizes.features,
-        .threads = threads(),
-    };
+    cpu::Int8ProductArgs<T, Out> args{product_args<T, Out, uint8_t>(sizes, x, packed, bias, plus, out),
+                                      data_of<float>(scale), nullptr};
     if constexpr (std::is_same_v<T, bf16>) {
       const bool pairs = sizes.inner > 0 && sizes.inner % 2 == 0;
       if (widen && pairs && sizes.rows >= kInt8WidenedRows) {
@@ -161,11 +149,6 @@ void int8_product(const at::Tensor& x, const at::Tensor& packed, const at::Tenso
     args.workspace = workspace.data_ptr<uint8_t>();
     cpu::product_int8(args);
   });
-}
-
-void product_int8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale,
-                  const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& plus, const at::Tensor& out) {
-  int8_product(x, packed, scale, bias, plus, out, false);
 }
 
 // widen: as in int8_product.
@@ -187,25 +170,11 @@ void int4_product(const at::Tensor& x, const at::Tensor& packed, const at::Tenso
   by_dtypes(x, out, [&](auto type, auto out_type) {
     using T = decltype(type);
     using Out = decltype(out_type);
-    cpu::Int4ProductArgs<T, Out> args{
-        .x = data_of<T>(x),
-        .x_stride = x.stride(0),
-        .weight = data_of<uint8_t>(packed),
-        .scale = narrow ? data_of<fp16>(scale) : nullptr,
-        .wide_scale = narrow ? nullptr : data_of<float>(scale),
-        .zero = data_of<uint8_t>(zero),
-        .bias = data_of<T>(bias),
-        .plus = data_of<Out>(plus),
-        .plus_stride = plus ? plus->stride(0) : 0,
-        .out = static_cast<Out*>(out.data_ptr()),
-        .out_stride = out.stride(0),
-        .workspace = nullptr,
-        .rows = sizes.rows,
-        .inner = sizes.inner,
-        .features = sizes.features,
-        .group = group,
-        .threads = threads(),
-    };
+    cpu::Int4ProductArgs<T, Out> args{product_args<T, Out, uint8_t>(sizes, x, packed, bias, plus, out)};
+    args.scale = narrow ? data_of<fp16>(scale) : nullptr;
+    args.wide_scale = narrow ? nullptr : data_of<float>(scale);
+    args.zero = data_of<uint8_t>(zero);
+    args.group = group;
     if constexpr (std::is_same_v<T, bf16>) {
       if (widen && sizes.rows >= kInt4WidenedRows) {
         return on_tiles(args, nullptr, [&](int64_t strip, int64_t first, int64_t count, bf16* buffer) {
@@ -218,12 +187,6 @@ void int4_product(const at::Tensor& x, const at::Tensor& packed, const at::Tenso
     args.workspace = workspace.data_ptr<uint8_t>();
     cpu::product_int4(args);
   });
-}
-
-void product_int4(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale,
-                  const std::optional<at::Tensor>& zero, const std::optional<at::Tensor>& bias,
-                  const std::optional<at::Tensor>& plus, const at::Tensor& out) {
-  int4_product(x, packed, scale, zero, bias, plus, out, false);
 }
 
 }  // namespace
@@ -251,9 +214,6 @@ namespace {
 
 TORCH_LIBRARY_IMPL(quire, CPU, m) {
   m.impl("linear", linear);
-  m.impl("product", product);
-  m.impl("product_int8", product_int8);
-  m.impl("product_int4", product_int4);
   m.impl("packed_linear", packed_linear);
   m.impl("product_layout", product_layout);
 }
