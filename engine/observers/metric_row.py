@@ -12,6 +12,8 @@ from quire.engine.common import histograms
 from quire.engine.observers.measurements import Measurements
 
 Kind = Literal["gauge", "counter", "histogram", "info"]
+# Returns a number or a Tally; with a label a dict from label value to them; for kind "info" a dict of all labels.
+Read = Callable[[Measurements], Any]
 
 
 class Row(NamedTuple):
@@ -20,8 +22,7 @@ class Row(NamedTuple):
     name: str  # without the suffix _total of counters
     kind: Kind
     help: str
-    # Returns a number or a Tally; with `label` a dict from label value to them; for kind "info" a dict of all labels.
-    read: Callable[[Measurements], Any]
+    read: Read
     label: str = ""  # further label, in addition to engine and model_name
     bounds: tuple[float, ...] = ()  # histograms: the exported bucket bounds, a subset of the Tally's bounds
 
@@ -44,3 +45,19 @@ class Row(NamedTuple):
         for chosen, number in series:
             family.add_metric(chosen, number)
         return family
+
+
+def gauge(name: str, text: str, read: Read, label: str = "") -> Row:
+    return Row(name, "gauge", text, read, label)
+
+
+def counter(name: str, text: str, read: Read, label: str = "") -> Row:
+    return Row(name, "counter", text, read, label)
+
+
+def histogram(name: str, text: str, read: Read, label: str = "", *, bounds: tuple[float, ...] = ()) -> Row:
+    return Row(name, "histogram", text, read, label, bounds)
+
+
+def info(name: str, text: str, read: Read) -> Row:
+    return Row(name, "info", text, read)

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from quire.engine.common import histograms
 from quire.engine.common.tracing import Tracing
 from quire.engine.observers.measurements import NO_LOAD, Measurements
-from quire.engine.observers.metric_row import Row
+from quire.engine.observers.metric_row import Row, counter, gauge, histogram, info
 from quire.engine.observers.metrics_vllm import VLLM_TABLE
 
 
@@ -27,23 +27,18 @@ def forecast_outputs(t: Measurements, column: int) -> dict[str, int]:
 
 
 TABLE: tuple[Row, ...] = (
-    Row(
-        "quire_build_info",
-        "info",
-        "Version of Quire and Python in the labels; the value is 1.",
-        lambda t: histograms.build(),
+    info(
+        "quire_build_info", "Version of Quire and Python in the labels; the value is 1.", lambda t: histograms.build()
     ),
-    Row(
+    info(
         "quire_model_info",
-        "info",
         "Model that this engine serves; the value is 1.  A new fingerprint is a deploy: other weights, dtype or "
         "configuration.",
         lambda t: {"engine": t.engine, "model_name": t.model, **t.info},
     ),
     # memory
-    Row(
+    gauge(
         "quire_kv_blocks",
-        "gauge",
         "KV blocks by state: used by sequences, cached (idle, with a reusable prefix), or free.",
         lambda t: {
             "used": t.used_blocks,
@@ -52,66 +47,52 @@ TABLE: tuple[Row, ...] = (
         },
         "state",
     ),
-    Row("quire_kv_pool_blocks", "gauge", "KV blocks in the pool.", lambda t: t.load.total_blocks),
-    Row("quire_kv_block_tokens", "gauge", "Tokens in a KV block.", lambda t: t.load.block_size),
-    Row(
-        "quire_kv_utilization", "gauge", "KV-cache utilisation, 0 to 1.", lambda t: t.used_blocks / t.load.total_blocks
-    ),
-    Row(
+    gauge("quire_kv_pool_blocks", "KV blocks in the pool.", lambda t: t.load.total_blocks),
+    gauge("quire_kv_block_tokens", "Tokens in a KV block.", lambda t: t.load.block_size),
+    gauge("quire_kv_utilization", "KV-cache utilisation, 0 to 1.", lambda t: t.used_blocks / t.load.total_blocks),
+    counter(
         "quire_idle_pool_seconds",
-        "counter",
         "Seconds during which requests waited in the shared queue or in this engine, weighted by the unused fraction "
         "of the KV cache.  An empty pool adds 1 per second.",
         lambda t: t.idle_pool_s,
     ),
-    Row(
+    gauge(
         "quire_kv_predicted_peak_blocks",
-        "gauge",
         "Predicted peak of the KV blocks that the running sequences will hold together, if no other sequence starts.",
         lambda t: t.load.predicted_peak_blocks,
     ),
-    Row(
-        "quire_kv_wasted_slots", "gauge", "Token slots in used KV blocks that hold no token.", lambda t: t.wasted_slots
-    ),
-    Row(
+    gauge("quire_kv_wasted_slots", "Token slots in used KV blocks that hold no token.", lambda t: t.wasted_slots),
+    gauge(
         "quire_kv_static_blocks",
-        "gauge",
         "KV blocks that static allocation would reserve for the running and paused sequences: for the prompt and "
         "max_tokens of each.  Used blocks divided by these: the fraction that paging needs.",
         lambda t: t.load.static_blocks,
     ),
-    Row(
+    gauge(
         "quire_kv_shared_fraction",
-        "gauge",
         "Fraction of the entries of all block tables, 0 to 1, that need no KV block of their own: another entry names "
         "the same block.  Forks, beams and cached prefixes share blocks.",
         lambda t: t.kv_use.shared_fraction,
     ),
-    Row(
+    gauge(
         "quire_kv_held_bytes",
-        "gauge",
         "Bytes of keys and values that sequences hold, by group of layers: full, and each sliding window.",
         lambda t: t.kv_use.held,
         "group",
     ),
-    Row(
+    gauge(
         "quire_kv_cached_bytes",
-        "gauge",
         "Bytes of cached prefixes that no sequence holds, by group of layers: full, and each sliding window.",
         lambda t: t.kv_use.cached,
         "group",
     ),
-    Row(
-        "quire_kv_blocks_released",
-        "counter",
-        "KV blocks released by sequences that ended.",
-        lambda t: t.totals.released_blocks,
+    counter(
+        "quire_kv_blocks_released", "KV blocks released by sequences that ended.", lambda t: t.totals.released_blocks
     ),
-    Row("quire_kv_blocks_copied", "counter", "KV blocks copied on write, for forks.", lambda t: t.totals.copied_blocks),
+    counter("quire_kv_blocks_copied", "KV blocks copied on write, for forks.", lambda t: t.totals.copied_blocks),
     # sequences
-    Row(
+    gauge(
         "quire_sequences",
-        "gauge",
         "Sequences in this engine by state: running in the batch, paused (with KV blocks, without a slot), waiting "
         "(not started, or preempted), or swapped to host memory.",
         lambda t: {
@@ -122,47 +103,32 @@ TABLE: tuple[Row, ...] = (
         },
         "state",
     ),
-    Row(
-        "quire_waiting_tokens",
-        "gauge",
-        "Tokens that the waiting sequences must compute.",
-        lambda t: t.load.waiting_tokens,
-    ),
-    Row(
+    gauge("quire_waiting_tokens", "Tokens that the waiting sequences must compute.", lambda t: t.load.waiting_tokens),
+    gauge(
         "quire_waiting_oldest_seconds",
-        "gauge",
         "Seconds since the longest-waiting request of this engine was queued; 0 if none waits.",
         lambda t: t.requests.oldest_wait_s(time.monotonic()),
     ),
-    Row("quire_draining", "gauge", "1 while this engine takes no new requests, else 0.", lambda t: t.load.draining),
-    Row("quire_requests_claimed", "counter", "Requests claimed from the shared queue.", lambda t: t.requests.accepted),
-    Row("quire_resumes", "counter", "Claimed requests that an earlier engine had begun.", lambda t: t.resumes),
-    Row(
+    gauge("quire_draining", "1 while this engine takes no new requests, else 0.", lambda t: t.load.draining),
+    counter("quire_requests_claimed", "Requests claimed from the shared queue.", lambda t: t.requests.accepted),
+    counter("quire_resumes", "Claimed requests that an earlier engine had begun.", lambda t: t.resumes),
+    counter(
         "quire_claims",
-        "counter",
         "Requests claimed, by prefix: held: this engine had cached its beginning; waited: it had not, and the request "
         "was passed over before; none: neither.",
         lambda t: t.claims,
         "prefix",
     ),
-    Row(
-        "quire_sequences_ended",
-        "counter",
-        "Sequences that ended, by reason.",
-        lambda t: dict(t.requests.ended),
-        "reason",
-    ),
+    counter("quire_sequences_ended", "Sequences that ended, by reason.", lambda t: dict(t.requests.ended), "reason"),
     # tokens
-    Row("quire_prefix_query_tokens", "counter", "Prompt tokens of started requests.", lambda t: t.totals.prompt_tokens),
-    Row(
+    counter("quire_prefix_query_tokens", "Prompt tokens of started requests.", lambda t: t.totals.prompt_tokens),
+    counter(
         "quire_prefix_hit_tokens",
-        "counter",
         "Prompt tokens of started requests that the prefix cache had.",
         lambda t: t.totals.cached_prompt_tokens,
     ),
-    Row(
+    counter(
         "quire_prefix_cached_tokens",
-        "counter",
         "Prompt tokens of started requests whose KV blocks were cached, by use: found: used by the request; no_state: "
         "computed again, because no checkpoint of the recurrent state existed at that position.",
         lambda t: {
@@ -171,357 +137,285 @@ TABLE: tuple[Row, ...] = (
         },
         "use",
     ),
-    Row(
+    gauge(
         "quire_state_checkpoints",
-        "gauge",
         "Checkpoints of recurrent state that a prompt can begin with.",
         lambda t: t.totals.states.cached,
     ),
-    Row(
+    counter(
         "quire_state_checkpoints_kept",
-        "counter",
         "Checkpoints of recurrent state written since the start.",
         lambda t: t.totals.states.kept,
     ),
-    Row(
+    counter(
         "quire_state_checkpoints_evicted",
-        "counter",
         "Checkpoints of recurrent state overwritten because no state slot was free.",
         lambda t: t.totals.states.evicted,
     ),
-    Row(
+    gauge(
         "quire_warmed_prefixes",
-        "gauge",
         "Hot prefixes computed at this engine's start, before it served requests.",
         lambda t: t.warm.prefixes,
     ),
-    Row("quire_warmed_tokens", "gauge", "Tokens in the prefix cache after the warm-up.", lambda t: t.warm.tokens),
-    Row("quire_warmed_seconds", "gauge", "Seconds that the prefix warm-up took.", lambda t: t.warm.seconds),
-    Row(
+    gauge("quire_warmed_tokens", "Tokens in the prefix cache after the warm-up.", lambda t: t.warm.tokens),
+    gauge("quire_warmed_seconds", "Seconds that the prefix warm-up took.", lambda t: t.warm.seconds),
+    gauge(
         "quire_start_seconds",
-        "gauge",
         "Seconds of each part of this engine's start; after a takeover also recompute, until every stream resumed.",
         lambda t: dict(t.start_s),
         "part",
     ),
-    Row(
+    gauge(
         "quire_memory_bytes",
-        "gauge",
         "Bytes of device memory by use: weights, kv_cache, and on a GPU graphs_and_activations.",
         lambda t: t.memory,
         "part",
     ),
-    Row(
+    gauge(
         "quire_start_takeover",
-        "gauge",
         "1 if this engine was a spare, activated after the death of another engine, else 0.",
         lambda t: t.takeover,
     ),
-    Row(
+    counter(
         "quire_log_lines_dropped",
-        "counter",
         "Lines dropped from stderr and from the request log: their reader or disk was too slow, "
         "had stopped or was full.",
         lambda t: {log: count() for log, count in t.dropped_lines.items()},
         "log",
     ),
-    Row("quire_generated_tokens", "counter", "Output tokens.", lambda t: t.totals.generated_tokens),
-    Row(
+    counter("quire_generated_tokens", "Output tokens.", lambda t: t.totals.generated_tokens),
+    counter(
         "quire_forced_tokens",
-        "counter",
         "Output tokens that a grammar forced, so that they were known before they were sampled.",
         lambda t: t.totals.forced_tokens,
     ),
-    Row(
+    counter(
         "quire_jumped_tokens",
-        "counter",
         "Forced tokens that were computed together with the token before them: steps saved.",
         lambda t: t.totals.jumped_tokens,
     ),
-    Row(
+    counter(
         "quire_drafted_tokens",
-        "counter",
         "Draft tokens of speculative decoding that steps verified, by source.",
         lambda t: t.totals.drafted_tokens,
         "source",
     ),
-    Row(
+    counter(
         "quire_accepted_drafts",
-        "counter",
         "Accepted draft tokens, which equalled the sampled tokens: steps saved, by source.",
         lambda t: t.totals.accepted_drafts,
         "source",
     ),
-    Row(
+    counter(
         "quire_refused_drafts",
-        "counter",
         "Draft tokens found and not verified, because their predicted speed-up was too small.",
         lambda t: t.totals.refused_drafts,
     ),
-    Row(
+    gauge(
         "quire_grammars",
-        "gauge",
         "Compiled or waiting grammars, by whether a request holds them or they are kept for later ones.",
         lambda t: {"held": t.grammars().held, "kept": t.grammars().kept},
         "state",
     ),
-    Row(
+    gauge(
         "quire_grammar_kept_bytes",
-        "gauge",
         "Estimated bytes of the compiled grammars that no request holds; --grammar-memory-mib limits them.",
         lambda t: t.grammars().kept_bytes,
     ),
-    Row(
+    gauge(
         "quire_grammar_compiles_waiting",
-        "gauge",
         "Grammars that requests hold and whose compilation has not begun.",
         lambda t: t.grammars().waiting,
     ),
-    Row(
+    counter(
         "quire_grammar_compiles",
-        "counter",
         "Grammars compiled, by whether this model can follow them.",
         lambda t: {"compiled": t.grammars().compiled - t.grammars().faults, "fault": t.grammars().faults},
         "result",
     ),
-    Row(
+    counter(
         "quire_grammar_evictions",
-        "counter",
         "Compiled grammars evicted because the kept ones exceeded their memory.",
         lambda t: t.grammars().evicted,
     ),
-    Row(
+    gauge(
         "quire_lora_slots",
-        "gauge",
         "Slots for LoRA adapters whose sequences run, by state: loaded or free.",
         lambda t: {"loaded": len(t.load.adapters), "free": t.lora.slots - len(t.load.adapters)},
         "state",
     ),
-    Row(
+    gauge(
         "quire_lora_adapters",
-        "gauge",
         "LoRA adapters in host memory, by whether a request holds them or they are kept for later ones.",
         lambda t: {"held": t.lora.counts().held, "kept": t.lora.counts().kept},
         "state",
     ),
-    Row(
+    gauge(
         "quire_lora_host_bytes",
-        "gauge",
         "Bytes of LoRA adapters in host memory, by the same states; --lora-memory-gib limits their sum.",
         lambda t: {"held": t.lora.counts().held_bytes, "kept": t.lora.counts().kept_bytes},
         "state",
     ),
-    Row(
+    gauge(
         "quire_lora_waiting",
-        "gauge",
         "Sequences that wait until their LoRA adapter is in host memory.",
         lambda t: t.lora.waiting,
     ),
-    Row(
+    counter(
         "quire_lora_loads",
-        "counter",
         "LoRA adapters read into host memory, by whether they can be served.",
         lambda t: {"loaded": t.lora.counts().loads, "fault": t.lora.counts().faults},
         "result",
     ),
-    Row(
-        "quire_lora_load_seconds",
-        "counter",
-        "Seconds that the loads of LoRA adapters took.",
-        lambda t: t.lora.counts().load_s,
+    counter(
+        "quire_lora_load_seconds", "Seconds that the loads of LoRA adapters took.", lambda t: t.lora.counts().load_s
     ),
-    Row(
-        "quire_lora_evictions",
-        "counter",
-        "LoRA adapters evicted from host memory for others.",
-        lambda t: t.lora.counts().evicted,
+    counter(
+        "quire_lora_evictions", "LoRA adapters evicted from host memory for others.", lambda t: t.lora.counts().evicted
     ),
-    Row(
+    counter(
         "quire_lora_requests",
-        "counter",
         'Requests with a LoRA adapter that ended, by its name; at most 32 names, all others as "(other)".',
         lambda t: dict(t.lora.use.requests),
         "adapter",
     ),
-    Row(
+    counter(
         "quire_lora_tokens",
-        "counter",
         "Output tokens of requests with a LoRA adapter, by its name as for quire_lora_requests.",
         lambda t: dict(t.lora.use.tokens),
         "adapter",
     ),
-    Row(
+    counter(
         "quire_preemptions",
-        "counter",
         "Preemptions: sequences whose slot and KV blocks were freed for others.",
         lambda t: t.totals.preemptions,
     ),
-    Row(
-        "quire_yields", "counter", "Preemptions for a tenant that held less than its share.", lambda t: t.totals.yields
+    counter("quire_yields", "Preemptions for a tenant that held less than its share.", lambda t: t.totals.yields),
+    counter(
+        "quire_recomputed_tokens", "Tokens computed again after a preemption.", lambda t: t.totals.recomputed_tokens
     ),
-    Row(
-        "quire_recomputed_tokens",
-        "counter",
-        "Tokens computed again after a preemption.",
-        lambda t: t.totals.recomputed_tokens,
-    ),
-    Row(
+    counter(
         "quire_swap_preemptions",
-        "counter",
         "Preemptions that copied KV blocks to host memory.",
         lambda t: t.totals.swap_preemptions,
     ),
-    Row(
+    counter(
         "quire_swapped_bytes",
-        "counter",
         "Bytes of KV blocks copied to host memory (out) and back (in).",
         lambda t: {"out": t.load.swapped_out_bytes, "in": t.load.swapped_in_bytes},
         "direction",
     ),
     # forecast
-    Row(
+    counter(
         "quire_pauses",
-        "counter",
         "Pauses: a sequence waited with its KV blocks, because the pool was full.",
         lambda t: t.load.pauses,
     ),
-    Row(
+    counter(
         "quire_forecast_outputs",
-        "counter",
         "Outputs that ended and for which a quantile of their length had been predicted.",
         lambda t: forecast_outputs(t, 1),
         "quantile",
     ),
-    Row(
+    counter(
         "quire_forecast_outputs_within",
-        "counter",
         "Outputs no longer than the predicted quantile; over quire_forecast_outputs this should equal the quantile.",
         lambda t: forecast_outputs(t, 2),
         "quantile",
     ),
-    Row(
+    counter(
         "quire_forecast_peaks",
-        "counter",
         "Predicted KV-block peaks that were compared with the actual peak.",
         lambda t: t.load.peaks_judged,
     ),
-    Row(
+    counter(
         "quire_forecast_peaks_passed",
-        "counter",
         "Predicted KV-block peaks that the actual peak exceeded.",
         lambda t: t.load.peaks_passed,
     ),
-    Row(
+    counter(
         "quire_forecast_bound_blocks",
-        "counter",
         "Sum of the predicted peaks that were compared, KV blocks.",
         lambda t: t.load.peaks_bound_blocks,
     ),
-    Row(
+    counter(
         "quire_forecast_peak_blocks",
-        "counter",
         "Sum of the actual peaks that were compared, KV blocks.",
         lambda t: t.load.peaks_blocks,
     ),
     # steps
-    Row(
+    histogram(
         "quire_step_seconds",
-        "histogram",
         "Seconds from one step's results to the next one's, by kind: decode only, or mixed with prompts.",
         lambda t: t.steps.seconds,
         "kind",
     ),
-    Row("quire_step_tokens", "histogram", "Tokens computed in a step.", lambda t: t.steps.tokens),
-    Row(
+    histogram("quire_step_tokens", "Tokens computed in a step.", lambda t: t.steps.tokens),
+    counter(
         "quire_loop_seconds",
-        "counter",
         "Seconds of the loop's thread by phase; execute includes waiting for the device.",
         lambda t: dict(t.phases_s),
         "phase",
     ),
-    Row(
-        "quire_device_seconds",
-        "counter",
-        "Seconds in which the device ran kernels of steps.",
-        lambda t: t.steps.device_s,
-    ),
-    Row(
+    counter("quire_device_seconds", "Seconds in which the device ran kernels of steps.", lambda t: t.steps.device_s),
+    counter(
         "quire_step_failures",
-        "counter",
         "Steps that failed; every sequence in them was computed again.",
         lambda t: t.steps.failures,
     ),
     # block accounting
-    Row("quire_audits", "counter", "Full checks of the block accounting.", lambda t: t.totals.audits),
-    Row(
+    counter("quire_audits", "Full checks of the block accounting.", lambda t: t.totals.audits),
+    counter(
         "quire_audit_alarms",
-        "counter",
         "Checks that found an error in the block accounting, by kind: always a bug.",
         lambda t: {"leak": t.totals.leaks, "double_free": t.totals.double_frees, "other": t.totals.other_alarms},
         "kind",
     ),
     # canary
-    Row(
+    counter(
         "quire_canary_runs",
-        "counter",
         "Runs of the canary, by outcome: equal to the first run, different, or failed.",
         lambda t: {"equal": t.canary.equal, "different": t.canary.different, "failed": t.canary.failed},
         "outcome",
     ),
-    Row(
+    gauge(
         "quire_canary_difference",
-        "gauge",
         "Maximum difference of a log-probability between the canary's last run and its first, nats.",
         lambda t: t.canary.difference,
     ),
-    Row("quire_canary_seconds", "counter", "Seconds that the canary's runs took.", lambda t: t.canary.seconds),
+    counter("quire_canary_seconds", "Seconds that the canary's runs took.", lambda t: t.canary.seconds),
     # requests
-    Row(
+    histogram(
         "quire_queue_seconds",
-        "histogram",
         "Seconds from queueing a request to its start in the batch.",
         lambda t: t.requests.queue_s,
     ),
-    Row(
+    histogram(
         "quire_prefill_seconds",
-        "histogram",
         "Seconds from a request's start in the batch to its first token.",
         lambda t: t.requests.prefill_s,
     ),
-    Row(
-        "quire_decode_seconds",
-        "histogram",
-        "Seconds from a sequence's first token to its end.",
-        lambda t: t.requests.decode_s,
+    histogram(
+        "quire_decode_seconds", "Seconds from a sequence's first token to its end.", lambda t: t.requests.decode_s
     ),
-    Row(
+    histogram(
         "quire_inference_seconds",
-        "histogram",
         "Seconds from a request's start in the batch to a sequence's end.",
         lambda t: t.requests.inference_s,
     ),
-    Row(
+    histogram(
         "quire_preempted_seconds",
-        "histogram",
         "Seconds from a sequence's preemption to its next slot in the batch.",
         lambda t: t.requests.preempted_s,
     ),
     # Redis
-    Row(
-        "quire_exchange_seconds",
-        "histogram",
-        "Seconds of a sync with Redis, one round trip.",
-        lambda t: t.sync_s,
-    ),
-    Row(
+    histogram("quire_exchange_seconds", "Seconds of a sync with Redis, one round trip.", lambda t: t.sync_s),
+    gauge(
         "quire_clock_skew_seconds",
-        "gauge",
         "Seconds by which this machine's clock is ahead of Redis' clock.",
         lambda t: t.clock_skew_s,
     ),
 )
-
-# The metrics that both vLLM and Quire have, with vLLM's names, labels and buckets.
 
 
 class Telemetry(Measurements, Collector):
