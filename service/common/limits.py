@@ -88,33 +88,38 @@ class Broken(NamedTuple):
     given: float | str
 
 
+def _count(
+    field: str,
+    counts: str,
+    low: float | None = None,
+    high: float | None = None,
+    *,
+    option: str = "",
+    code: str = "too_many",
+    status: int = 400,
+) -> Limit:
+    """Return the limit of a count or length."""
+    return Limit(field, counts, low, high, option=option, entries=True, code=code, status=status)
+
+
 LIMITS: dict[str, Limit] = {
-    "body": Limit("body", "bytes", option="max_body_bytes", entries=True, code="body_too_large", status=413),
-    "body structures": Limit(
-        "body", "strings (keys included), objects and lists", high=STRUCTURES, entries=True, code="too_many"
-    ),
-    "body values": Limit(
-        "body", "other values where no token ids are expected", high=VALUES + STRUCTURES, entries=True, code="too_many"
-    ),
+    "body": _count("body", "bytes", option="max_body_bytes", code="body_too_large", status=413),
+    "body structures": _count("body", "strings (keys included), objects and lists", high=STRUCTURES),
+    "body values": _count("body", "other values where no token ids are expected", high=VALUES + STRUCTURES),
     "body time": Limit(
         "body", "seconds until all of it has arrived", option="body_timeout_s", code="body_timeout", status=408
     ),
-    "bodies": Limit(
+    "bodies": _count(
         "body",
         "MiB of all bodies that one gateway holds at a time",
         option="max_bodies_mib",
-        entries=True,
         code="too_many_bodies",
         status=503,
     ),
-    "messages": Limit("messages", "messages", option="max_messages", entries=True, code="too_many"),
-    "content parts": Limit(
-        "messages[].content", "content parts of all messages", high=CONTENT_PARTS, entries=True, code="too_many"
-    ),
-    "tool calls": Limit(
-        "messages[].tool_calls", "tool calls of all messages", high=TOOL_CALLS, entries=True, code="too_many"
-    ),
-    "tools": Limit("tools", "tools; no bound in `/v1/messages`", high=TOOLS, entries=True, code="too_many"),
+    "messages": _count("messages", "messages", option="max_messages"),
+    "content parts": _count("messages[].content", "content parts of all messages", high=CONTENT_PARTS),
+    "tool calls": _count("messages[].tool_calls", "tool calls of all messages", high=TOOL_CALLS),
+    "tools": _count("tools", "tools; no bound in `/v1/messages`", high=TOOLS),
     "tool name": Limit("tools[].function.name", "characters: letters, digits, _ and -", 1, TOOL_NAME_CHARS),
     "joined tool name": Limit(
         "tools[].tools[].name", "characters: those of the namespace, `__` and the name", 1, 2 * TOOL_NAME_CHARS + 2
@@ -122,28 +127,21 @@ LIMITS: dict[str, Limit] = {
     "message tool name": Limit(
         "tools[].name", "characters in `/v1/messages`: letters, digits, _ and -", 1, MESSAGE_TOOL_NAME_CHARS
     ),
-    "tools bytes": Limit("tools", "bytes of all tools as JSON", high=TOOLS_BYTES, entries=True, code="too_long"),
-    "documents": Limit("documents", "documents", high=DOCUMENTS, entries=True, code="too_many"),
-    "template arguments": Limit(
-        "chat_template_kwargs", "bytes as JSON", high=TEMPLATE_BYTES, entries=True, code="too_long"
+    "tools bytes": _count("tools", "bytes of all tools as JSON", high=TOOLS_BYTES, code="too_long"),
+    "documents": _count("documents", "documents", high=DOCUMENTS),
+    "template arguments": _count("chat_template_kwargs", "bytes as JSON", high=TEMPLATE_BYTES, code="too_long"),
+    "metadata entries": _count("metadata", "entries of a response", high=METADATA_ENTRIES),
+    "metadata name": _count(
+        "metadata", "characters of each name of a response", high=METADATA_NAME_CHARS, code="too_long"
     ),
-    "metadata entries": Limit(
-        "metadata", "entries of a response", high=METADATA_ENTRIES, entries=True, code="too_many"
-    ),
-    "metadata name": Limit(
-        "metadata", "characters of each name of a response", high=METADATA_NAME_CHARS, entries=True, code="too_long"
-    ),
-    "metadata": Limit(
-        "metadata", "characters of each value of a response", high=METADATA_CHARS, entries=True, code="too_long"
-    ),
-    "tokens": Limit(
+    "metadata": _count("metadata", "characters of each value of a response", high=METADATA_CHARS, code="too_long"),
+    "tokens": _count(
         "prompt, messages, tokens",
         "tokens of one request, before truncation; one prompt may have the model's whole context",
         option="max_prompt_tokens",
-        entries=True,
         code="too_many_tokens",
     ),
-    "prompt": Limit("prompt", "prompts", option="max_prompts", entries=True, code="too_many"),
+    "prompt": _count("prompt", "prompts", option="max_prompts"),
     "context": Limit(
         "prompt",
         "tokens of one prompt and of its answer; for chat, of all messages",
@@ -151,10 +149,7 @@ LIMITS: dict[str, Limit] = {
         code="context_length_exceeded",
     ),
     "pool": Limit(
-        "prompt",
-        "tokens of one prompt and of its answer",
-        set_by="the engine's KV cache",
-        code="kv_cache_exceeded",
+        "prompt", "tokens of one prompt and of its answer", set_by="the engine's KV cache", code="kv_cache_exceeded"
     ),
     "token_id": Limit(
         "prompt, stop_token_ids, allowed_token_ids, logit_bias, logprob_token_ids, tokens",
@@ -163,7 +158,7 @@ LIMITS: dict[str, Limit] = {
         code="invalid_token_id",
     ),
     "n": Limit("n", "choices of each prompt", 1, option="max_n"),
-    "choices": Limit("n", "choices of all prompts together", option="max_choices", entries=True, code="too_many"),
+    "choices": _count("n", "choices of all prompts together", option="max_choices"),
     "beam_width": Limit("beam_width, num_beams, best_of", "beams of one search", 1, option="max_beam_width"),
     "length_penalty": Limit("length_penalty", "exponent of an answer's length", *LENGTH_PENALTIES),
     "max_tokens": Limit("max_tokens", "tokens of each choice; -1: what fits; 0 with `echo`", 1, WHOLE),
@@ -181,67 +176,52 @@ LIMITS: dict[str, Limit] = {
     # Any logit multiplied or divided by a value in these bounds stays finite in float32.
     "repetition_penalty": Limit("repetition_penalty", "number", 0.01, 100),
     "logit_bias": Limit("logit_bias", "each value", -100, 100),
-    "logit_bias keys": Limit("logit_bias", "digits 0 to 9 of each key", 1, DIGITS, entries=True),
-    "logit_bias entries": Limit("logit_bias", "entries", option="max_token_list", entries=True, code="too_many"),
-    "stop_token_ids": Limit("stop_token_ids", "entries", option="max_token_list", entries=True, code="too_many"),
-    "allowed_token_ids": Limit("allowed_token_ids", "entries", option="max_token_list", entries=True, code="too_many"),
-    "bad_words": Limit("bad_words", "entries", option="max_token_list", entries=True, code="too_many"),
-    "bad_words chars": Limit("bad_words", "characters of each word", 1, high=WORD_CHARS, entries=True, code="too_long"),
-    "bad_words tokens": Limit(
+    "logit_bias keys": _count("logit_bias", "digits 0 to 9 of each key", 1, DIGITS, code="invalid_value"),
+    "logit_bias entries": _count("logit_bias", "entries", option="max_token_list"),
+    "stop_token_ids": _count("stop_token_ids", "entries", option="max_token_list"),
+    "allowed_token_ids": _count("allowed_token_ids", "entries", option="max_token_list"),
+    "bad_words": _count("bad_words", "entries", option="max_token_list"),
+    "bad_words chars": _count("bad_words", "characters of each word", 1, high=WORD_CHARS, code="too_long"),
+    "bad_words tokens": _count(
         "bad_words",
         "tokens of all words, each with and without a leading space; one-token words do not count",
         high=WORD_TOKENS,
-        entries=True,
         code="too_long",
     ),
-    "grammar": Limit(
+    "grammar": _count(
         "response_format, structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar",
         "bytes of JSON of the schema, regex, choices or grammar",
         high=GRAMMAR_BYTES,
-        entries=True,
         code="grammar_too_large",
     ),
-    "choice": Limit(
-        "structured_outputs.choice, guided_choice",
-        "texts",
-        high=CHOICES,
-        entries=True,
-        code="grammar_too_large",
-    ),
-    "regex": Limit(
+    "choice": _count("structured_outputs.choice, guided_choice", "texts", high=CHOICES, code="grammar_too_large"),
+    "regex": _count(
         "structured_outputs, guided_regex, pattern, patternProperties",
         "characters of each regular expression",
         high=REGEX_CHARS,
-        entries=True,
         code="grammar_too_large",
     ),
-    "lark": Limit(
-        "structured_outputs, guided_grammar",
-        "characters of a Lark grammar",
-        high=LARK_CHARS,
-        entries=True,
-        code="grammar_too_large",
+    "lark": _count(
+        "structured_outputs, guided_grammar", "characters of a Lark grammar", high=LARK_CHARS, code="grammar_too_large"
     ),
-    "grammar depth": Limit(
+    "grammar depth": _count(
         "response_format, structured_outputs, guided_json",
         "schemas within schemas",
         high=GRAMMAR_DEPTH,
-        entries=True,
         code="grammar_too_large",
     ),
-    "prediction": Limit("prediction", "tokens", high=PREDICTED_TOKENS, entries=True, code="too_long"),
-    "stop": Limit("stop", "strings", option="max_stop_strings", entries=True, code="too_many"),
+    "prediction": _count("prediction", "tokens", high=PREDICTED_TOKENS, code="too_long"),
+    "stop": _count("stop", "strings", option="max_stop_strings"),
     "stop chars": Limit("stop", "characters of each string", 1, option="max_stop_chars"),
-    "cache_salt": Limit("cache_salt", "characters", 1, SALT_CHARS, entries=True, code="too_long"),
+    "cache_salt": _count("cache_salt", "characters", 1, SALT_CHARS, code="too_long"),
     "logprobs": Limit("logprobs", "alternatives of each token", 0, option="max_logprobs"),
     "top_logprobs": Limit("top_logprobs", "alternatives of each token", 0, option="max_logprobs"),
-    "logprob_token_ids": Limit("logprob_token_ids", "entries", high=NAMED_TOKENS, entries=True, code="too_many"),
+    "logprob_token_ids": _count("logprob_token_ids", "entries", high=NAMED_TOKENS),
     "prompt_logprobs": Limit("prompt_logprobs", "alternatives of each prompt token", 0, option="max_logprobs"),
-    "logprob entries": Limit(
+    "logprob entries": _count(
         "logprobs",
         "entries of the answer: tokens x n x (alternatives + 1); the same for scored prompt tokens",
         option="max_logprob_entries",
-        entries=True,
         code="too_many_logprobs",
     ),
     "priority": Limit("priority", "whole number; high, normal and low stand for -1, 0 and 1", *PRIORITIES),
@@ -255,43 +235,30 @@ LIMITS: dict[str, Limit] = {
         option="header_timeout_s",
         code="",
     ),
-    "connections": Limit(
+    "connections": _count(
         "connection",
         "connections of one gateway; beyond them only probes are answered",
         option="max_connections",
-        entries=True,
         code="too_many_connections",
         status=503,
     ),
-    "open": Limit(
-        "connection",
-        "requests that one gateway answers at a time",
-        option="max_open",
-        entries=True,
-        code="too_many_open",
-        status=503,
+    "open": _count(
+        "connection", "requests that one gateway answers at a time", option="max_open", code="too_many_open", status=503
     ),
-    "watchers": Limit(
+    "watchers": _count(
         "connection",
         "clients of one gateway that watch the engines",
         high=WATCHERS,
-        entries=True,
         code="too_many_watchers",
         status=429,
     ),
-    "queued": Limit(
-        "queue",
-        "prompts that wait in Redis, of all gateways",
-        option="max_queued",
-        entries=True,
-        code="queue_full",
-        status=503,
+    "queued": _count(
+        "queue", "prompts that wait in Redis, of all gateways", option="max_queued", code="queue_full", status=503
     ),
-    "queued bytes": Limit(
+    "queued bytes": _count(
         "queue",
         "MiB of prompts that wait in Redis, of all gateways",
         option="max_queued_mib",
-        entries=True,
         code="queue_full",
         status=503,
     ),
