@@ -135,8 +135,10 @@ def schema() -> str:
         options: dict[str, Any] = {
             key: value for key, value in described["properties"].items() if key not in own | OF_BOTH
         }
-        for option in options.values():
+        texts = settings.descriptions(SECTIONS[name][0])
+        for key, option in options.items():
             del option["default"]  # the program has it; a values file need not repeat it
+            options[key] = {"description": texts[key], **option}
         whole["$defs"][f"{name}Config"] = {
             "type": "object",
             "additionalProperties": False,

@@ -395,10 +395,6 @@ def main(argv: Sequence[str]) -> None:
     # Without MODEL an engine serves the built-in one, so a gateway does, too.
     config = msgspec.structs.replace(config, model=find_model(config.model or "builtin"))
     orphans.end_with_supervisor(config.drain_s + LAST_EVENTS_S)
-    if config.queue_wait_s >= 0:
-        log.warning(
-            "--queue-wait-s is deprecated and goes with the next version: use --late-wait-s %g", config.queue_wait_s
-        )
     memory.return_large_blocks()
     logging.getLogger("aiohttp.server").addFilter(drop_broken_http)
     # Otherwise transformers would import torch (1.3 s, 200 MB) for model classes that a gateway does not use.

@@ -60,44 +60,24 @@ ENGINE_STOP_S = 15.0  # seconds between SIGTERM and SIGKILL
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Options of `quire serve` itself; it passes all others on."""
 
-    gateways: Annotated[int, Meta(ge=1, le=256, description="Gateway processes, all on one port.")] = 1
-    redis_url: Annotated[
-        str, Meta(description="redis://, rediss:// or unix:// URL. Empty: a private Redis that ends with this command.")
-    ] = ""
-    spare: Annotated[
-        bool,
-        Meta(
-            description="Keep a second engine process that has imported and prepared everything but the "
-            "weights. It takes over when the engine dies, many seconds sooner than a new process could. A fork server "
-            "makes it; the two take 0.4 GB of memory, with tensor_parallel 0.4 GB more for each rank. See spare_on_gpu "
-            "for what the spare holds on a GPU."
-        ),
-    ] = True
-    gateway_timeout_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="Seconds without a heartbeat of its event loop after which a gateway is killed and restarted. "
-            "A pause of the machine does not count. 0: never. Raise it where gateways share few cores with other "
-            "programs.",
-        ),
-    ] = 30.0
-    gateway_start_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="Seconds within which a gateway must be ready after its start; else it is killed and "
-            "restarted. A pause of the machine does not count. 0: no limit. A start takes some seconds, far "
-            "less than the default. Raise it where a tokenizer is read from a very slow disk.",
-        ),
-    ] = 300.0
-    data_dir: Annotated[
-        str,
-        Meta(
-            description="Directory in which the private Redis keeps its queue across restarts. Empty: it is lost. "
-            "Refused with redis_url."
-        ),
-    ] = ""
+    gateways: Annotated[int, Meta(ge=1, le=256)] = 1
+    """Gateway processes, all on one port."""
+    redis_url: str = ""
+    """redis://, rediss:// or unix:// URL. Empty: a private Redis that ends with this command."""
+    spare: bool = True
+    """Keep a second engine process that has imported and prepared everything but the weights. It takes over when the
+    engine dies, many seconds sooner than a new process could. A fork server makes it; the two take 0.4 GB of memory,
+    with tensor_parallel 0.4 GB more for each rank. See spare_on_gpu for what the spare holds on a GPU."""
+    gateway_timeout_s: Annotated[float, Meta(ge=0)] = 30.0
+    """Seconds without a heartbeat of its event loop after which a gateway is killed and restarted. A pause of the
+    machine does not count. 0: never. Raise it where gateways share few cores with other programs."""
+    gateway_start_s: Annotated[float, Meta(ge=0)] = 300.0
+    """Seconds within which a gateway must be ready after its start; else it is killed and restarted. A pause of the
+    machine does not count. 0: no limit. A start takes some seconds, far less than the default. Raise it where a
+    tokenizer is read from a very slow disk."""
+    data_dir: str = ""
+    """Directory in which the private Redis keeps its queue across restarts. Empty: it is lost. Refused with
+    redis_url."""
 
 
 class EngineProgram(msgspec.Struct, frozen=True):
@@ -114,8 +94,10 @@ ENGINE = EngineProgram()
 class QuarantineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Options of `quire quarantine`."""
 
-    redis_url: Annotated[str, Meta(description="redis://, rediss:// or unix:// URL.")] = "redis://127.0.0.1:6379/0"
-    namespace: Annotated[str, Meta(description="Prefix of every Redis key.")] = "quire"
+    redis_url: str = "redis://127.0.0.1:6379/0"
+    """redis://, rediss:// or unix:// URL."""
+    namespace: str = "quire"
+    """Prefix of every Redis key."""
 
 
 def main(argv: Sequence[str] | None = None, engine: EngineProgram = ENGINE) -> int:

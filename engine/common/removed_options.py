@@ -4,6 +4,7 @@ from __future__ import annotations
 
 # field of a config -> the replacement
 REMOVED = {
+    "queue_wait_s": "--late-wait-s is its name",
     "flight_log": "--request-log records each request, `python -m quire.engine.tools simulate --trace` runs it again",
     "flight_log_mib": "--request-log-mib bounds the request log",
     "client_template_s": "requests cannot bring a chat template; put it into the checkpoint as chat_template.jinja",

@@ -2,7 +2,7 @@
 
 A field `max_seqs` of a struct is set by the flag `--max-seqs 64`, the variable `QUIRE_MAX_SEQS`, or the key `max_seqs`
 of the file given with `--config`.  A bool is `--x` or `--no-x`, a list is comma-separated.  Types and limits come from
-the struct's annotations, help texts from `msgspec.Meta(description=...)`.
+the struct's annotations.  The string below a field is its help text.
 
 Keys before the file's first table apply to every program.  Keys for one program are in its table, `[serve]`,
 `[gateway]` or `[engine]`; the other programs ignore that table.
@@ -10,7 +10,10 @@ Keys before the file's first table apply to every program.  Keys for one program
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
+import itertools
 import math
 import os
 import secrets
@@ -20,6 +23,7 @@ import textwrap
 import tomllib
 import typing
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -145,15 +149,28 @@ def is_bool(cls: type[msgspec.Struct], field: str) -> bool:
 
 def options(cls: type[msgspec.Struct]) -> list[Option]:
     """Return every field of `cls` as an Option, in order."""
-    types = typing.get_type_hints(cls, include_extras=True)
+    types, texts = typing.get_type_hints(cls, include_extras=True), descriptions(cls)
     found = []
     for field in msgspec.structs.fields(cls):
         kind = types[field.name]
         flag = f"--[no-]{field.name.replace('_', '-')}" if is_bool(cls, field.name) else flag_of(field.name)
         value = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-        metas = [meta for meta in getattr(kind, "__metadata__", ()) if isinstance(meta, msgspec.Meta)]
-        text = " ".join(meta.description for meta in metas if meta.description)
-        found.append(Option(field.name, flag, _limits(kind), "required" if field.required else _show(value), text))
+        default = "required" if field.required else _show(value)
+        found.append(Option(field.name, flag, _limits(kind), default, texts.get(field.name, "")))
+    return found
+
+
+def descriptions(cls: type[msgspec.Struct]) -> dict[str, str]:
+    """Return field -> the string below it in the source of `cls` or of a base, since Python itself drops the string."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if base is msgspec.Struct or not issubclass(base, msgspec.Struct):
+            continue
+        module = ast.parse(Path(inspect.getfile(base)).read_text(encoding="utf-8"))
+        [node] = (node for node in module.body if isinstance(node, ast.ClassDef) and node.name == base.__name__)
+        for field, below in itertools.pairwise(node.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                found[ast.unparse(field.target)] = " ".join(ast.literal_eval(below.value).split())
     return found
 
 

@@ -12,9 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Literal, get_args
-
-from msgspec import Meta
+from typing import Literal, get_args
 
 from quire.engine.config import EngineConfig
 from quire.engine.core.blocks import BlockPool
@@ -33,10 +31,8 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 class BaselineConfig(EngineConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Options of an engine with the baselines among its admission modes."""
 
-    admission: Annotated[
-        Mode,
-        Meta(description="When a waiting sequence may join the batch; the study `baselines` describes each mode."),
-    ] = "forecast"  # type: ignore[assignment]  # wider than in the base class
+    admission: Mode = "forecast"  # type: ignore[assignment]  # wider than in the base class
+    """When a waiting sequence may join the batch; the study `baselines` describes each mode."""
 
 
 class Watermark(Unlimited):

@@ -328,7 +328,7 @@ def decide(
         why = "every engine is shutting down" if fleet.engines else "no engine is running"
         raise Refusal(503, "no_engine", why, retry_after_s=5.0 * (1 + jitter * JITTER))
     supply = _supply(fleet, now_ms)
-    longest_s = min(config.longest_wait_s, cost.longest_wait_s)
+    longest_s = min(config.late_wait_s, cost.longest_wait_s)
     missing, late_missing = (tokens + cost.prompt_tokens - supply.room for tokens in ahead(cost, fleet))
     on_time_s, late_s = config.ttft_target_s * ON_TIME_WAIT, longest_s
     if longest_s > 0:
@@ -380,7 +380,7 @@ def _overloaded(
     `missing`: as for `_slack`, in the late lane, or in the on-time lane if there is no late one."""
     param: str | None
     wait_s, service = supply.wait_s(missing), cost.min_output_tokens * supply.token_s
-    longest_s = max(config.ttft_target_s * ON_TIME_WAIT, min(config.longest_wait_s, cost.longest_wait_s))
+    longest_s = max(config.ttft_target_s * ON_TIME_WAIT, min(config.late_wait_s, cost.longest_wait_s))
     estimate = f"the estimated wait is {wait_s:.1f} s" if wait_s is not None else "no engine answers"
     given = wait_s
     if cost.timeout_s - service < longest_s:
@@ -390,9 +390,9 @@ def _overloaded(
         given = wait_s + service if wait_s is not None else None
     else:
         code, bound, message = "rate_limit_exceeded", longest_s, f"overloaded: {estimate}, the limit {longest_s:g} s"
-        param = "x-max-queue-wait" if cost.longest_wait_s < config.longest_wait_s else None
+        param = "x-max-queue-wait" if cost.longest_wait_s < config.late_wait_s else None
     pause_s, spread = 1.0, JITTER
-    later = 0.0 if min(config.longest_wait_s, cost.longest_wait_s) > 0 else promised.tokens - promised.due_tokens
+    later = 0.0 if min(config.late_wait_s, cost.longest_wait_s) > 0 else promised.tokens - promised.due_tokens
     # The pause lasts until that lane is short enough, all earlier promises counted as queued.
     if (ready_s := supply.wait_s(missing + later / PROMISED_PACE)) is not None:
         spread = PROMISE_JITTER

@@ -17,12 +17,18 @@ from quire.service.config import GatewayConfig
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    model: Annotated[str, Meta(description="What to serve.")] = ""
-    max_seqs: Annotated[int, Meta(ge=1, le=4096, description="Sequences at once.")] = 256
-    threshold: Annotated[float, Meta(gt=0, le=1, description="Fraction of the pool.")] = 0.9
-    block_size: Annotated[Literal[8, 16], Meta(description="Tokens.")] = 16
-    cache: Annotated[bool, Meta(description="Reuse.")] = True
-    keys: Annotated[list[str], Meta(description="Who may.")] = []
+    model: str = ""
+    """What to serve."""
+    max_seqs: Annotated[int, Meta(ge=1, le=4096)] = 256
+    """Sequences at once."""
+    threshold: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    """Fraction of the pool."""
+    block_size: Literal[8, 16] = 16
+    """Tokens."""
+    cache: bool = True
+    """Reuse."""
+    keys: list[str] = []
+    """Who may."""
 
 
 def parse(*argv: str, environ: dict[str, str] | None = None) -> Config:

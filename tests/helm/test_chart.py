@@ -240,8 +240,8 @@ def test_a_change_of_configuration_rolls_the_pods() -> None:
     [
         ({"gatway": {}}, "gatway"),
         ({"gateway": {"replica": 2}}, "replica"),
-        ({"gateway": {"config": {"queue_wait": 2}}}, "queue_wait"),
-        ({"gateway": {"config": {"queue_wait_s": "2"}}}, "queue_wait_s"),
+        ({"gateway": {"config": {"late_wait": 2}}}, "late_wait"),
+        ({"gateway": {"config": {"late_wait_s": "2"}}}, "late_wait_s"),
         ({"engine": {"config": {"kv_dtype": "e5m2"}}}, "kv_dtype"),
         ({"engine": {"config": {"model": "x"}}}, "model"),  # the chart's own: model.name
         ({"engine": {"gpus": 17}}, "gpus"),
