@@ -48,8 +48,9 @@ from quire.engine.executor.models import hf
 from quire.engine.llm import LLM, Adapter
 from quire.engine.loop import ConfigError
 from quire.engine.process.interpreter import tune_interpreter
-from quire.engine.tools.bench import prefill, say
+from quire.engine.tools.bench import say
 from quire.engine.wire.messages import Sampling
+from quire.loadtest.studies.timing import prefill
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

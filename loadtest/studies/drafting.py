@@ -50,9 +50,10 @@ from quire.engine.executor.models import hf
 from quire.engine.llm import LLM, Completion
 from quire.engine.loop import ConfigError
 from quire.engine.tokenizers.files import load_tokenizer
-from quire.engine.tools.bench import prefill, say
+from quire.engine.tools.bench import say
 from quire.engine.wire.messages import Sampling
 from quire.loadtest import machine
+from quire.loadtest.studies.timing import prefill
 
 T = TypeVar("T")
 

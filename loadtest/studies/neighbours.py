@@ -30,7 +30,8 @@ from quire.engine.common.errors import OperatorError
 from quire.engine.config import EngineConfig
 from quire.engine.executor import loading
 from quire.engine.llm import LLM
-from quire.engine.tools.bench import GREEDY, prefill, prompt, say, timed
+from quire.engine.tools.bench import GREEDY, prompt, say
+from quire.loadtest.studies.timing import prefill, timed
 
 PROMPT = 64  # tokens of a prompt
 

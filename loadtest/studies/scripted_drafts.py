@@ -41,8 +41,9 @@ from quire.engine.core.plan import Draft, Drafter, StepResult
 from quire.engine.executor import loading
 from quire.engine.llm import LLM
 from quire.engine.loop import ConfigError
-from quire.engine.tools.bench import prefill, prompt, say
+from quire.engine.tools.bench import prompt, say
 from quire.engine.wire.messages import Sampling
+from quire.loadtest.studies.timing import prefill
 
 HOT = 1e6  # a temperature at which all tokens are equally probable
 LENGTH = 24  # maximum tokens of a draft, as for the real drafter

@@ -41,8 +41,9 @@ from quire.engine.executor import loading
 from quire.engine.executor.grammars import Grammars
 from quire.engine.llm import LLM
 from quire.engine.loop import ConfigError
-from quire.engine.tools.bench import PROMPT, percentiles, prompt, say
+from quire.engine.tools.bench import PROMPT, prompt, say
 from quire.engine.wire.messages import Sampling
+from quire.loadtest.studies.timing import percentiles
 
 LONG = 1_000_000  # maximum items of an array, more than any answer has
 

@@ -8,9 +8,11 @@ import msgspec
 import pytest
 
 from quire.engine.config import EngineConfig
-from quire.engine.tools.bench import Options, bench, main, stall, stall_sampled, swap
+from quire.engine.tools.bench import Options, bench, main
 from quire.loadtest import shapes, trace
 from quire.loadtest.roofline import Machine, Shape
+from quire.loadtest.studies.block_size import swap
+from quire.loadtest.studies.long_prompt import stalls
 
 LLAMA = Shape.of(shapes.CONFIGS["llama-8b"])
 H200 = Machine(read_gbps=4539, tflops=753)
@@ -73,15 +75,12 @@ def test_a_file_of_other_requests_is_refused_before_the_model_loads(
     assert said.count("\n") == 1
 
 
-def test_bench_measures_swaps_and_stalls() -> None:
+def test_studies_measure_swaps_and_stalls() -> None:
     config = EngineConfig(threads=1, kv_blocks=128, max_model_len=1000)
     figures = swap(config, tokens=40)
     for size in (8, 16, 32, 64):
         assert figures[f"swap{size}_ms"] > 0 < figures[f"recompute{size}_ms"]
-    figures = stall(config, length=100, rows=2, steps=5)
-    for way in ("bounded", "budget", "unchunked"):
-        assert figures[f"{way}_prompt_s"] > 0
-    figures = stall_sampled(config, length=400, window=3, rows=2)
+    figures = stalls(config, length=400, window=3, rows=2)
     assert figures["beside_p99_ms"] >= figures["at_0_beside_p99_ms"] > 0 < figures["at_0_alone_p99_ms"]
 
 
