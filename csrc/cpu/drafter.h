@@ -8,7 +8,7 @@
 //   drafts   the token that follows most of these places, repeated while the fraction of places that agree is at least
 //            kMinShare; at most as many drafts as tokens match
 // For a slot three texts are searched: its own prompt and answer, the recent answers of its owner, and the client's
-// prediction.  The text with the maximum sum of these fractions gives the drafts.
+// prediction.  The drafts come from the text whose fractions have the maximum sum.
 //
 // Most look-ups of a step find nothing, and read memory that the model's weights have evicted from the caches since the
 // last step.  So a chain holds one pair only (a miss reads one entry of the table), and `find` prefetches the entries

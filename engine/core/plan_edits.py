@@ -1,4 +1,4 @@
-"""The block-table edits and slices that the step plan in the making has collected so far."""
+"""Collects the block-table edits and the slices (tokens to compute) of the next step plan."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class IndependentSequences:
         return heir
 
     def join(self, leader: Sequence) -> Iterator[Sequence]:
-        """Give the siblings the leader's block table.  They sample from the logits of the leader's last slice."""
+        """Give the siblings the leader's block table.  They sample from the logits of the prompt's last token."""
         siblings, leader.siblings = leader.siblings, []
         for sibling in siblings:
             self._pool.acquire(leader.table)

@@ -32,7 +32,8 @@ from quire.engine.wire.messages import Sampling
 
 log = logging.getLogger(__name__)
 
-# Fields with placeholder tokens of images and sound: not computed here, but config classes allow no null for them.
+# Prefixes of config fields for placeholder tokens of images and sound.  The rehearsal has no such tokens, but config
+# classes reject null for these fields.
 OTHER_TOKENS = ("image_", "video_", "vision_", "audio_", "boi_", "eoi_", "boa_", "eoa_")
 TINY_VOCAB, TINY_LEN = 1024, 256  # vocabulary and context of the tiny model for the rehearsal
 

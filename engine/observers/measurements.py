@@ -105,7 +105,7 @@ class Measurements:
         self.idle_pool_s, self._synced = 0.0, time.monotonic()
         self.resumes = 0
         self.claims = dict.fromkeys(("held", "waited", "none"), 0)  # claims by Claim.reason
-        self.clock_skew_s = 0.0  # set by the bus thread
+        self.clock_skew_s = 0.0  # set by the thread that syncs with Redis
         self._turned = time.monotonic()
         self.dropped_lines: dict[str, Callable[[], int]] = {"stderr": log_queue.dropped_lines}  # counters by log
 

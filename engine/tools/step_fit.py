@@ -27,7 +27,7 @@ from quire.engine.tools.step_time import StepTime
 
 MIN_STEPS = 8  # minimum steps of an answer: for shorter answers rounding errors dominate
 ROUNDING_S = 1e-5  # upper bound of the rounding error of sums of times in a log
-MIN_LINES = 8  # minimum number of complete answers to determine the factor
+MIN_LINES = 8  # minimum number of complete answers for a fit
 
 
 class Integral:

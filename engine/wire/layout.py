@@ -34,7 +34,7 @@ QUOTA_MS = 60_000  # time in which a quota's bucket fills: quotas are per minute
 # Interval between checks whether a request that holds quota has ended without a gateway settling it.  Longer than a
 # submit may take, which is TOMBSTONE_MS at most.
 QUOTA_CHECK_MS = 15_000
-QUOTA_CHECKS = 128  # maximum requests checked per reading of the fleet, 3 us each
+QUOTA_CHECKS = 128  # maximum requests checked whenever a gateway reads the fleet's state, 3 us each
 DIGEST_BYTES = 8  # bytes of a prefix digest
 PREFIX_BLOCK = 64  # tokens between digests of short prefixes; a multiple of every engine's block size
 PREFIX_DENSE = 16  # number of digests at multiples of PREFIX_BLOCK

@@ -1,4 +1,4 @@
-"""Connections to Redis: retries, timeouts, and the check that all processes have the same versions.
+"""Connections to Redis: retries, timeouts, and the check of the versions of wire format and keys.
 
     command ---> _attempt() ---> Redis
        ^            |

@@ -21,7 +21,7 @@ from quire.engine.wire.layout import TOKEN_CHANNELS
 from quire.engine.wire.messages import Delta, Finish, Predictions, TokenBatch, TokenLogprob
 from quire.engine.wire.request_ids import pack, unpack
 
-NO_CHANNEL = ""  # channel of a message that goes only into the tail
+NO_CHANNEL = ""  # channel of a message that no gateway reads: it is only logged
 
 _encode = msgspec.msgpack.Encoder().encode
 

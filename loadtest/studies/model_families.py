@@ -132,8 +132,8 @@ def judge(family: str, directory: Path, ranks: int = 1) -> Verdict:
 def refusal_of_default(family: str) -> str:
     """Return why the family's default config is refused; "": it is not refused.
 
-    A tiny checkpoint may contain only a part of the model, for example of an encoder-decoder, and would then be refused
-    for another reason."""
+    This is the complete model's reason.  A tiny checkpoint of an encoder-decoder, for example, may contain only one of
+    its two parts, which would be refused for another reason."""
     try:
         served_config.check_architecture(AutoConfig.for_model(family))
     except UnsupportedModel as error:

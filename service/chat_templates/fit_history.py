@@ -226,7 +226,7 @@ def _alternating(entries: list[Entry], dialect: Dialect) -> list[Entry]:
                 continue
             if role == "user":
                 made.append(({"role": "assistant", "content": ""}, at))
-            else:  # two assistant messages with tool calls between them: the first one's text moves into the second
+            else:  # only calls and results stand between two assistant messages: merge the texts
                 message = _merged(earlier, message)
                 del made[before]
         before = len(made)

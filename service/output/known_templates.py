@@ -31,7 +31,7 @@ class _Data(msgspec.Struct, forbid_unknown_fields=True):
 
 @cache
 def known() -> _Data:
-    """Return the content of the data file, with the notations of several families inserted."""
+    """Return the data file, with the notations that several families share inserted into their templates."""
     data = msgspec.json.decode(DATA.read_bytes(), type=_Data)
     for template in data.response_templates.values():
         for field in template["fields"].values():

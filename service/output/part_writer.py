@@ -47,9 +47,11 @@ class PartWriter:
     )  # fmt: skip
 
     def __init__(self, *, keeps_text: bool, strips_content: bool, unsplit: Collection[str] = ()) -> None:
-        """`keeps_text`: text outside of regions is content.  `strips_content`: drop its white space next to markers.
+        """Write the parts of one choice.
 
-        unsplit  names of tools whose calls become one delta once they are complete"""
+        keeps_text      text outside of the marked regions (reasoning, calls) is content; else it is dropped
+        strips_content  drop white space of the content next to markers
+        unsplit         names of tools whose calls become one delta once they are complete"""
         self._unsplit, self._open = unsplit, CallDelta(-1, None, "")  # call that becomes one delta, or index -1
         self._keeps_text, self._strips_content = keeps_text, strips_content
         self.field: Field | None = None  # the open region; None: the content

@@ -29,10 +29,9 @@ Predictions err, so a credit account, in seconds, bounds the time that drafts ma
     + time that accepted drafts have saved, - time that drafts have added, both as measured
 
 Other work on the machine delays steps by more than drafts do, often for several steps.  So the time of a step with
-drafts is divided by the slowdown (StepCostModel.pace): the time of the decode-only steps just before it over their
-average.  An average that is too old is measured again first.  And X(p) is at least the time of p prompt tokens, times
-the fraction of D(n) that n prompt tokens take: further tokens cost little only while a step is bound by reading
-weights.
+drafts is divided by the slowdown (StepCostModel.pace): how many times their average the last decode-only steps took.
+An average that is too old is measured again first.  And X(p) is at least the time of p prompt tokens, times the
+fraction of D(n) that n prompt tokens take: further tokens cost little only while a step is bound by reading weights.
 
 A step computes at most the drafts whose time the account covers even if all of them are refused.  Without computed
 drafts no acceptance rate is learnt.  So when the account holds twice the time of PROBE_TOKENS drafts, these are

@@ -188,9 +188,11 @@ class Proved(NamedTuple):
 def prove(
     module: PreTrainedModel, max_model_len: int, swap: dict[str, bool], *, adapters: bool, quantises_activations: bool
 ) -> Proved:
-    """Prove a model and swap its submodules.  swap: options of `swap_modules`.  Raises UnsupportedModel.
+    """Verify a model against transformers, and replace its submodules by ours.  Raises UnsupportedModel.
 
-    adapters: find the GEMMs that LoRA adapters may add to; models with recurrent state support none."""
+    swap      options of `swap_modules`
+
+    adapters  find the GEMMs that LoRA adapters may add to; models with recurrent state support none"""
     if families.is_recurrent(module.config):
         return prove_states(module, max_model_len, swap, quantises_activations=quantises_activations)
     proof = probe(module, max_model_len)

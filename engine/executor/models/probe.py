@@ -293,7 +293,7 @@ def prove_served(
     keep = torch.arange(FIRST, FIRST + SECOND, device=device)
     try:
         logits = Forward(module, step).logits(keep)
-    except Exception as error:  # any error of the model's own code, with modules that it may not expect
+    except Exception as error:  # the model's own code may raise anything with modules that it does not expect
         raise UnsupportedModel(f"{kind}: fails as it would be served: {one_line(error)}") from error
     if not logits.isfinite().all():
         raise UnsupportedModel(f"{kind}: as it would be served some of its logits are not finite")

@@ -102,7 +102,7 @@ local function condemn(id, engine)  -- move a request to the quarantine, and end
   end_with(id, {'error', -1, 'the engine died ' .. attempts .. ' times at this request, which is now in quarantine'})
 end
 
-local function accuse(engine, ids)  -- count the engine's death as an attempt of the requests it held; find suspects
+local function accuse(engine, ids)  -- count a failed attempt for each request that a dead engine held
   local trial = call('HGET', P .. 'engine:' .. engine, 'trial')
   local stuck = {}
   for _, id in ipairs(ids) do

@@ -4,7 +4,7 @@
 --   submit --> on_time --claim--> engine <--claim-- late <-- submit
 --                 '--- past its due time (move_to_late) ---^
 
-local LANES = {'on_time', 'late'}  -- engines claim in this order, except for the late share (lanes.lua)
+local LANES = {'on_time', 'late'}  -- engines claim in this order, except for the late lane's share (lanes.lua)
 
 local LATE  -- cached result of late_waits, updated with the late lane
 
