@@ -293,3 +293,13 @@ async def failed_within(session: ClientSession, path: str, body: dict[str, objec
 async def settled(condition: Callable[[], bool]) -> None:
     """Return as soon as `condition()` holds; a hang fails the test."""
     await until(condition, 100.0, poll_s=0.005)
+
+
+def with_tools(folder: Path) -> Path:
+    """Give a tiny checkpoint a chat template with tool calls and markers of reasoning, and return its directory."""
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    path = folder / "tokenizer_config.json"
+    template = TOOLS_TEMPLATE.replace("<|im_end|>", "<|end|>")  # the EOS token that this vocabulary has
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
+    with_markers(folder / "tokenizer.json")
+    return folder

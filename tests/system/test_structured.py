@@ -17,7 +17,7 @@ from openai import BadRequestError
 from pydantic import BaseModel, Field
 
 from quire.engine.common.embedded_redis import EmbeddedRedis
-from tests.service.fakes import TOOLS_TEMPLATE, with_markers
+from tests.service.fakes import with_tools
 from tests.system.stack import Stack
 
 pytestmark = pytest.mark.system
@@ -62,13 +62,7 @@ class Rating(BaseModel):
 def stack(
     redis_server: EmbeddedRedis, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stack]:
-    folder = tmp_path_factory.mktemp("tools") / "llama"
-    shutil.copytree(checkpoint("llama"), folder)
-    (folder / "chat_template.jinja").unlink(missing_ok=True)
-    path = folder / "tokenizer_config.json"
-    template = TOOLS_TEMPLATE.replace("<|im_end|>", "<|end|>")  # the EOS token that this vocabulary has
-    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
-    with_markers(folder / "tokenizer.json")
+    folder = with_tools(Path(shutil.copytree(checkpoint("llama"), tmp_path_factory.mktemp("tools") / "llama")))
     with Stack(redis_server.url, "structured", folder) as made:
         yield made
 
