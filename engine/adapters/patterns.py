@@ -1,7 +1,8 @@
 """Matches module names with the patterns of an adapter, with PEFT's semantics.
 
 A pattern may be any regular expression.  A malicious pattern could run for hours and block the process, because
-Python's matcher holds the GIL.  So all patterns except plain names are matched in a child process with a time limit.
+Python's matcher holds the GIL.  So all patterns except plain names are matched in a child process, whose CPU time is
+limited: other adapters wait for their loads meanwhile.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from collections.abc import Iterable, Sequence
 from quire.engine.adapters.errors import AdapterError
 from quire.engine.common import child_python
 
-LIMIT_S = 20.0  # maximum seconds for all patterns of an adapter; patterns that PEFT writes take microseconds
+CPU_S = 2  # maximum CPU seconds for all patterns of an adapter; patterns that PEFT writes take microseconds
+LIMIT_S = 20.0  # maximum seconds until the child ends; a busy machine may start it late
 MAX_PATTERNS, MAX_CHARS = 10_000, 10_000  # patterns per adapter; characters per pattern
 PLAIN = re.compile(r"[\w.]+")
 _CHILD = """
-import json, re, sys
+import json, re, resource, sys
 patterns, names = json.load(sys.stdin)
+resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[1]),) * 2)
 try:
     json.dump([[bool(re.compile(p).fullmatch(n)) for n in names] for p in patterns], sys.stdout)
 except (re.error, RecursionError, OverflowError) as error:
@@ -41,13 +44,15 @@ def full_matches(patterns: Sequence[str], names: Sequence[str], where: str) -> d
             f"{where}: {len(patterns)} patterns of up to {max(map(len, patterns))} characters; at most "
             f"{MAX_PATTERNS} of {MAX_CHARS} are served"
         )
-    command = child_python.command("-c", _CHILD)
+    command = child_python.command("-c", _CHILD, str(CPU_S))
     try:
         done = subprocess.run(
             command, input=json.dumps([patterns, names]), capture_output=True, text=True, timeout=LIMIT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        raise AdapterError(f"{where}: matching its patterns takes over {LIMIT_S:g} s") from None
+        raise AdapterError(f"{where}: matching its patterns has not ended after {LIMIT_S:g} s") from None
+    if done.returncode < 0:  # by a signal
+        raise AdapterError(f"{where}: matching its patterns takes over {CPU_S} s of CPU time")
     if done.returncode:
         raise AdapterError(f"{where}: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'bad pattern'}")
     rows: list[list[bool]] = json.loads(done.stdout)

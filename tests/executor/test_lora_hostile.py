@@ -19,7 +19,7 @@ from quire.engine.adapters.files import MAX_FILE_BYTES, AdapterFile, digest_of, 
 from quire.engine.adapters.folder import AdapterFolder
 from quire.engine.adapters.names import parse_option
 from quire.engine.adapters.patterns import by_key
-from quire.engine.executor.lora.packing import PackedAdapter, scales_of, targets_of
+from quire.engine.executor.lora.packing import PackedAdapter, packer_for, scales_of, targets_of
 from quire.engine.executor.lora.store import AdapterStore
 from quire.engine.llm import LLM, Adapter
 from tests.executor.test_lora import GREEDY, NEW, base_of, prompts_of, reference, serve
@@ -33,6 +33,7 @@ from tests.executor.test_lora_files import (
     folders,
     loaded,
     pack,
+    sites_of,
     tensors,
     wait_for,
     weights,
@@ -131,6 +132,24 @@ def test_what_is_harmful_is_refused_in_one_line(
     line = str(refused.value)
     assert line.isprintable()
     assert len(line) <= 2 * MAX_CHARS
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest", "next_one"),
+    [(torch.float16, 65_519.0, 65_520.0), (torch.bfloat16, 3.396e38, 3.397e38)],
+)
+def test_values_that_round_to_infinity_are_refused(
+    base: PreTrainedModel, tmp_path: Path, dtype: torch.dtype, largest: float, next_one: float
+) -> None:
+    """Up to half a unit above the largest value of the model's data type."""
+    pack = packer_for(sites_of(base), dtype).pack
+    for sign in (1, -1):
+        folder = write_adapter(tmp_path / f"{sign}", base)
+        tensors(lambda found, value=sign * largest: found[Q].view(-1)[3:4].fill_(value))(folder)  # type: ignore[misc]
+        assert pack(read_adapter(folder, MOST)).weights.isfinite().all()
+        tensors(lambda found, value=sign * next_one: found[Q].view(-1)[3:4].fill_(value))(folder)  # type: ignore[misc]
+        with pytest.raises(AdapterError, match=f"exceed {str(dtype)[6:]}"):
+            pack(read_adapter(folder, MOST))
 
 
 @pytest.mark.parametrize(

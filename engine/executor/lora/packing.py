@@ -5,6 +5,7 @@ Uses only numpy, because torch would start a second OpenMP team.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ from quire.engine.executor.lora.pinned import pinned
 from quire.engine.executor.lora.sites import Part, Site
 
 Array = npt.NDArray[np.float32]
+OVERFLOW = {
+    torch.float16: 65_520.0,
+    torch.bfloat16: float.fromhex("0x1.ffp127"),
+}  # values from here on round to infinity
 LAYER = re.compile(r"(?:.*?\.)?[^.]*\.(\d+)\.")  # the first number in a path, as PEFT finds a module's layer
 
 
@@ -95,17 +100,16 @@ class Packer:
 
     def _rounded(self, matrix: Array, name: str) -> Numbers:
         """Return a matrix in the model's dtype; bfloat16 as its bits.  Raises AdapterError for values that are not
-        finite."""
-        if not np.isfinite(matrix).all():
+        finite there."""
+        largest = max(-float(matrix.min()), float(matrix.max()))
+        if not math.isfinite(largest):
             raise AdapterError(f"{name}: holds NaN or infinity")
+        if largest >= OVERFLOW.get(self.dtype, math.inf):
+            raise AdapterError(f"{name}: values up to {largest:g} exceed {str(self.dtype).removeprefix('torch.')}")
         if self.dtype == torch.float32:
             return matrix
         if self.dtype == torch.float16:
-            with np.errstate(over="ignore"):
-                half = matrix.astype(np.float16)
-            if not np.isfinite(half).all():
-                raise AdapterError(f"{name}: values up to {np.abs(matrix).max():g} exceed float16")
-            return half
+            return matrix.astype(np.float16)
         bits = matrix.view(np.uint32)
         return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(
             np.uint16
