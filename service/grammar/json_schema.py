@@ -234,14 +234,19 @@ class _Walk:
 
     def _listed(self, items: Any) -> list[Any] | None:
         """Return the values of a schema that only lists values; None for any other schema."""
-        for _ in range(DEEPEST):
-            if not isinstance(items, dict) or set(items) & ASSERTIONS != {"$ref"}:
-                break
-            items = self.schemas.target(items["$ref"])
+        items = self._resolved(items)
         if not isinstance(items, dict) or not set(items) & ASSERTIONS <= {"type", "enum", "const"}:
             return None
         values, types = self.schemas.values(items), self.schemas.types(items)
         return None if values is None else [value for value in values if type_of(value) in types]
+
+    def _resolved(self, schema: Any) -> Any:
+        """Follow references of a schema that asserts nothing else."""
+        for _ in range(DEEPEST):
+            if not isinstance(schema, dict) or set(schema) & ASSERTIONS != {"$ref"}:
+                break
+            schema = self.schemas.target(schema["$ref"])
+        return schema
 
     def _contains(self, one: dict[str, Any], at: str) -> None:
         wanted, least, most = one.pop("contains"), one.pop("minContains", 1), one.pop("maxContains", None)
@@ -263,8 +268,7 @@ class _Walk:
                 self._require(one, {"anyOf": [without] if then is False else [without, together]})
 
     def _property_names(self, one: dict[str, Any], at: str) -> None:
-        wanted = one.pop("propertyNames")
-        asserted = {name: wanted[name] for name in wanted if name in ASSERTIONS} if isinstance(wanted, dict) else wanted
+        asserted = self._of_names(one.pop("propertyNames"), at)
         if asserted in (True, {}) or asserted == {"type": "string"}:
             return
         if isinstance(asserted, dict):
@@ -284,6 +288,22 @@ class _Walk:
         else:
             reason = "served as enum or const, or without properties as pattern, minLength or maxLength"
             raise _unserved(f"{at}.propertyNames", reason)
+
+    def _of_names(self, wanted: Any, at: str) -> Any:
+        """Return the assertions of `propertyNames`: references are resolved, and a format becomes a pattern.
+
+        If there is a pattern, too, as zod writes it, a format that no regex here expresses is an annotation."""
+        wanted = self._resolved(wanted)
+        if not isinstance(wanted, dict):
+            return wanted
+        asserted = {name: wanted[name] for name in wanted if name in ASSERTIONS}
+        name = asserted.get("format")
+        if isinstance(name, str) and name in PATTERNS and "pattern" not in asserted:
+            asserted["pattern"] = PATTERNS[asserted.pop("format")]
+        elif name is not None and ("pattern" in asserted or name not in FORMATS):
+            self.passed_over.setdefault(f"format {str(name)[:64]}", f"{at}.propertyNames.format")
+            del asserted["format"]
+        return asserted
 
     def _unevaluated(self, one: dict[str, Any], at: str) -> None:
         rest = "additionalItems" if isinstance(one.get("items"), list) else "items"

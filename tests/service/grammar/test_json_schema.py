@@ -82,7 +82,9 @@ def larger(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         "allOf": several,
         "dependentRequired": st.dictionaries(NAMES, st.lists(NAMES, max_size=2, unique=True), max_size=2),
         "dependentSchemas": st.dictionaries(NAMES, inner, max_size=2),
-        "propertyNames": st.sampled_from([{}, {"type": "string"}, {"enum": ["a", "kind"]}, {"maxLength": 1}]),
+        "propertyNames": st.sampled_from(
+            [{}, {"type": "string"}, {"enum": ["a", "kind"]}, {"maxLength": 1}, {"format": "date"}]
+        ),
         "unevaluatedProperties": st.sampled_from([True, False, {"type": "null"}]),
     }
     return st.lists(st.sampled_from(sorted(keywords)), min_size=1, max_size=4, unique=True).flatmap(
@@ -216,7 +218,7 @@ UNSERVED: dict[str, Any] = {
     "contains": {"type": "null"},
     "dependentSchemas": {"a": {"not": {"pattern": "a"}}},
     "dependencies": {"a": {"not": {"pattern": "a"}}},
-    "propertyNames": {"format": "date"},
+    "propertyNames": {"format": "email"},
     "unevaluatedProperties": False,
     "unevaluatedItems": False,
     "oneOf": [{"pattern": "a"}, {"pattern": "b"}],
@@ -271,6 +273,37 @@ def test_the_work_of_rewriting_is_bounded() -> None:
     with pytest.raises(NotServed) as refused:
         rewrite(branch, "s")
     assert (refused.value.code, refused.value.limit) in {("grammar_too_large", PARTS), ("unsupported", None)}
+
+
+OF_NAMES = {
+    "pydantic's dict[Color, int]": ({"$ref": "#/$defs/Color"}, ["red", "blue"], ["green"], ()),
+    "a reference to a reference": ({"$ref": "#/$defs/Shade"}, ["red"], ["green"], ()),
+    "zod's record of UUIDs": (
+        {"type": "string", "format": "uuid", "pattern": "^[0-9a-f]{4}$"},
+        ["00ff"],
+        ["x"],
+        ("s.propertyNames.format",),
+    ),
+    "pydantic's dict[date, int]": ({"format": "date"}, ["2020-02-29"], ["2021-02-29", "x"], ()),
+    "an unknown format": ({"type": "string", "format": "path"}, ["x"], [], ("s.propertyNames.format",)),
+}
+
+
+@pytest.mark.parametrize("written", OF_NAMES)
+def test_names_are_restricted_as_generators_write_it(written: str) -> None:
+    names, allowed, refused, passed_over = OF_NAMES[written]
+    color = {"enum": ["red", "blue"], "title": "Color", "type": "string"}
+    schema = {
+        "type": "object",
+        "propertyNames": names,
+        "additionalProperties": {"type": "integer"},
+        "$defs": {"Color": color, "Shade": {"$ref": "#/$defs/Color"}},
+    }
+    found = compile_grammar(Constraint("s", "json", schema))
+    assert found.passed_over == passed_over
+    assert all(matches(found.grammar, json.dumps({name: 1})) for name in allowed)
+    assert not any(matches(found.grammar, json.dumps({name: 1})) for name in refused)
+    assert not any(matches(found.grammar, json.dumps({name: "x"})) for name in allowed)
 
 
 # As zod writes them for `z.email()` and `z.iso.duration()`.
