@@ -50,7 +50,7 @@ ALL = (
     Measurement("beams_cpu", f"{STUDIES} beams --rounds 1 --dtype float32 --threads 2", 6),
     Measurement("virtual_burst", f"{STUDIES} virtual-burst", 2),
     Measurement("sharing_gain", f"{STUDIES} sharing-gain", 6),
-    Measurement("fairness", f"{STUDIES} fairness MODEL --seeds 1,2,3 --engines 2 --gateways 2 --rate 44", 7),
+    Measurement("virtual_fairness", f"{STUDIES} virtual-fairness", 3),
     Measurement("long_prompt_cpu", f"{STUDIES} long-prompt MODEL --tokens 32768 --steps 60", 4),
     Measurement(
         "burst_cpu/burst",

@@ -17,6 +17,7 @@ def lines(results: Results) -> Iterator[str]:
     yield from gateway(results)
     yield from burst(results)
     yield from virtual_burst(results)
+    yield from virtual_fairness(results)
     yield from users(results)
     yield from memory(results)
     yield from sharing(results)
@@ -114,6 +115,14 @@ def virtual_burst(results: Results) -> Iterator[str]:
             ", ".join(f"{v(run['seconds'], '.0f')} s" for run in (known, learned)),
         ]
         yield f"| {mode} | {' | '.join(cells)} |"
+
+
+def virtual_fairness(results: Results) -> Iterator[str]:
+    for engines, found in results["virtual_fairness"]["figures"].items():
+        seeds = [found[f"seed {seed}"] for seed in (1, 2, 3)]
+        times = [[one[run]["ttft_s"]["quiet"]["p99"] for one in seeds] for run in ("alone", "with loud")]
+        cells = [", ".join(v(1000 * seconds, ".0f") for seconds in each) for each in times]
+        yield f"| {engines} | {cells[0]} | {cells[1]} | {v(found['median_ratio'], '.2f')} |"
 
 
 def users(results: Results) -> Iterator[str]:

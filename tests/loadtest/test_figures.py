@@ -176,6 +176,6 @@ def test_each_measurement_is_a_result_that_a_page_uses() -> None:
     for module in figures.PAGES:
         list(module.lines(results))
     again = {one.name for one in remeasure.ALL}
-    assert again <= results.used.keys() | {"fairness"}
+    assert again <= results.used.keys()
     assert sum(one.minutes for one in remeasure.ALL if one.device == "cpu") <= 120
     assert sum(one.minutes for one in remeasure.ALL if one.device == "cuda") <= 30
