@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # they take four seconds to import, which most tests do witho
     from transformers import PreTrainedModel
 
 collect_ignore = ["clients"]  # `make clients` runs them, in environments of their own
+gc.disable()  # until the first test: collections during the imports find nothing, and take a tenth of their time
 
 # How long an example takes says how busy the machine is.  On CI hypothesis' own profile is the base: the same examples
 # every time.
@@ -137,6 +138,7 @@ def _imports_stay() -> None:
     """A full collection would walk through all modules: a quarter of a second for each executor that is closed."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

@@ -44,6 +44,7 @@ def test_chat_template(made: Path) -> None:
     assert tokenizer(text, add_special_tokens=False).input_ids.count(tokenizer.eos_token_id) == 1
 
 
+@pytest.mark.usefixtures("warm_processes")
 def test_it_is_made_once_and_the_same_every_time(made: Path, tmp_path: Path) -> None:
     stamp = (made / "model.safetensors").stat().st_mtime_ns
     assert builtin.builtin(made) == made

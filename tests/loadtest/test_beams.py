@@ -36,6 +36,7 @@ def test_widths_are_read_and_checked() -> None:
 
 
 @pytest.mark.system
+@pytest.mark.usefixtures("warm_processes")
 def test_all_systems_search_alike(checkpoint: Callable[[str], Path]) -> None:
     parser = argparse.ArgumentParser()
     beams.add_arguments(parser)

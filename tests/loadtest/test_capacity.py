@@ -76,6 +76,7 @@ def test_users_ask_differently_behind_the_same_beginning() -> None:
 
 
 @pytest.mark.system
+@pytest.mark.usefixtures("warm_processes")
 def test_the_command(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """The first allocator and the last, a few users, and results that show what the allocators differ in."""
     out, names = tmp_path / "capacity.json", [next(iter(SYSTEMS)), [*SYSTEMS][-1]]

@@ -89,6 +89,7 @@ def simulated(*options: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.usefixtures("warm_processes")
 def test_a_fleet_counts_what_it_asks_of_redis() -> None:
     """Each ring of an idle engine is a sync, unless rings during a sync count as one."""
     every, merged = simulated(), simulated("--exchange-ms=20")
