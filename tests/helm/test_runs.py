@@ -8,6 +8,7 @@ import base64
 import copy
 import hashlib
 import json
+import math
 import os
 import re
 import signal
@@ -29,8 +30,8 @@ import yaml
 from quire.engine.common.embedded_redis import server_binary
 from quire.engine.executor import kernels_build
 from tests import warm
-from tests.helm.chart import Manifest, config_text, only, pods, rendered, values
-from tests.pace import patience
+from tests.helm.chart import CHART, Manifest, config_text, only, pods, rendered, values
+from tests.pace import paced, patience
 from tests.ports import free_port
 from tests.system.processes import ROOT, Process, ending
 from tests.system.tls import behind_tls, self_signed, url_of
@@ -219,6 +220,11 @@ def runnable(name: str, checkpoint: Path) -> dict[str, Any]:
     small |= {"kv_dtype": "auto", "max_seqs": 32}
     engine = changes.setdefault("engine", {})
     engine["config"] = engine.get("config", {}) | small
+    gateway = changes.setdefault("gateway", {})
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())["gateway"]
+    gateway["drainSeconds"] = math.ceil(
+        paced((defaults | gateway)["drainSeconds"])
+    )  # a stream of the test fits into it
     if "existingSecret" not in changes.get("apiKeys", {}):  # else it is one of GIVEN
         changes["apiKeys"] = {"keys": ["a-key"]}
     # The chart makes up a password and, in a cluster, finds it again in the next release.
