@@ -103,7 +103,7 @@ async def test_answers_and_events_validate_strictly(
         async with served.session.post(path, json={**fields, "stream": True}) as response:
             assert response.status == 200, await response.text()
             found = events(await response.text())
-        assert len(found) > 2
+        assert found  # tokens that arrive together share an event
         for one in found:
             for choice in one.get("choices", ()) if path == "/v1/completions" else ():
                 choice["finish_reason"] = choice["finish_reason"] or "stop"  # OpenAI, too, sends null before the end

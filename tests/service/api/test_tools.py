@@ -122,7 +122,7 @@ async def test_every_event_is_a_place_to_resume_inside_reasoning_and_calls(
         fake.burst = burst
         whole = await events(first.session, body)
         expected = merged(whole)
-        assert len(whole) > 5
+        assert len(whole) >= 5  # as few, if all tokens arrive together
         for at, (event_id, _) in enumerate(whole[:-1]):
             rest = await events(other.session, body, event_id)
             assert merged(whole[: at + 1] + rest) == expected, event_id
