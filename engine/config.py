@@ -141,7 +141,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Maximum rank of a LoRA adapter on a GPU, where each slot has memory for it: 0.08 GiB for an 8B model and rank
     16, 0.62 GiB for rank 128. Requests for adapters of a higher rank are refused. Raise it to the rank of the
     largest adapter. A CPU serves ranks up to 128 and ignores it."""
-    lora_memory_gib: Annotated[float, Meta(gt=0)] = 2.0
+    lora_memory_gib: Annotated[float, Meta(gt=0)] = 4.0
     """GiB of host memory for LoRA adapters: those of open requests, and recently used ones. While adapters of open
     requests fill it, requests for further adapters wait. An adapter of rank 16 on all layers of an 8B model takes
     0.08. Raise it if the log shows adapters that are loaded repeatedly."""

@@ -3,8 +3,9 @@
 It measures the gain of engines that prefer requests for adapters in their memory, and the wait for rarely used
 adapters. The simulation is that of `fleet`: Redis, the scripts, both sides of the bus and the schedulers are real.
 The model, the step times and the adapter loads are simulated: an engine loads one adapter at a time, in --load-s, and
-keeps --kept of them.  Requests arrive at --rate (Poisson), each for an adapter drawn by Zipf's law.  If a fleet cannot
-load fast enough, its queue grows, and `served_per_s` is its capacity.
+keeps --kept of them; the default is what the default of --lora-memory-gib holds for an 8B model and rank 16.  Requests
+arrive at --rate (Poisson), each for an adapter drawn by Zipf's law.  If a fleet cannot load fast enough, its queue
+grows, and `served_per_s` is its capacity.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ async def measure(server: EmbeddedRedis, given: Any, *, locality: bool) -> dict[
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engines", type=int, default=4, help="engines (default: 4)")
     parser.add_argument("--slots", type=int, default=8, help="adapters whose sequences run at once (default: 8)")
-    parser.add_argument("--kept", type=int, default=8, help="adapters in the memory of each engine (default: 8)")
+    parser.add_argument("--kept", type=int, default=51, help="adapters in the memory of each engine (default: 51)")
     parser.add_argument("--warm", type=int, default=200, help="warm-up requests, which are not counted (default: 200)")
     parser.add_argument(
         "--adapters", type=int, default=200, help="number of adapters, requested by Zipf's law (default: 200)"
