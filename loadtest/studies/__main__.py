@@ -56,6 +56,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     "hybrid-hits": (f"{PACKAGE}.hybrid_hits", "count prompt tokens that the cache of a recurrent model finds"),
     "models": (f"{PACKAGE}.model_families", "compare every model family with transformers; writes docs/models.md"),
     "gpu-idle": (f"{PACKAGE}.gpu_idle", "measure how long a GPU is idle between decode steps"),
+    "cache-cost": (f"{PACKAGE}.cache_cost", "compare CPU time with the prefix cache and without, on unshared prompts"),
     "neighbours": (f"{PACKAGE}.neighbours", "time decode steps on a CPU with other busy processes"),
     "drafting": (f"{PACKAGE}.drafting", "compare tokens/s with drafts and without, in pairs"),
     "scripted-drafts": (f"{PACKAGE}.scripted_drafts", "compare tokens/s with scripted drafts, on random weights"),
