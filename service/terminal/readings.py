@@ -257,10 +257,10 @@ PER_ENGINE = {
 }
 
 
-def _by(reading: Reading, metric: Metric, label: str, end: str = "") -> dict[str, float]:
+def _by(reading: Reading, metric: Metric, label: str) -> dict[str, float]:
     """Return the maximum per value of `label`: every gateway reports the same state, some a moment later."""
     found: dict[str, float] = {}
-    for labels, value in reading.of(metric, end).items():
+    for labels, value in reading.of(metric).items():
         name = dict(labels)[label]
         found[name] = max(value, found.get(name, value))
     return found
