@@ -379,12 +379,12 @@ def _read_queue_state(state: list[Any]) -> tuple[LaneQueue, LaneQueue, dict[str,
     tenants: dict[str, TenantQueue] = {}
     for lane, (requests, total, oldest_ms, waiting, scored, tokens, weights) in zip(LANES, state, strict=True):
         lanes.append(LaneQueue(requests, total, max(0, oldest_ms), waiting))
-        for name, counter, queued, weight in zip(scored[::2], scored[1::2], map(int, tokens), weights, strict=True):
-            known = tenants.get(name.decode())
+        for name, counter, in_lane, weight in zip(scored[::2], scored[1::2], tokens, weights, strict=True):
+            known, queued = tenants.get(name.decode()), int(in_lane or 0)  # None: Redis has evicted it
             tenants[name.decode()] = TenantQueue(
                 queued + (known.queued_tokens if known is not None else 0),
                 float(counter),
-                float(weight),
+                float(weight or 1),
                 queued if lane == "late" else 0,
             )
     return lanes[0], lanes[1], tenants

@@ -147,9 +147,11 @@ class Journal:
     def rewind(self, request_id: str, lengths: list[int]) -> bool:
         """Let the next sync send all tokens that the log lacks.  `lengths`: tokens per choice that the log has.
 
-        Returns False if this engine does not have the missing tokens."""
+        Returns False if this engine does not have the missing tokens, or Redis has lost the log: `lengths` is empty."""
         outputs = [self._outputs[request_id, index] for index in range(self._counts[request_id])]
-        if any(not output.base <= length <= output.end for output, length in zip(outputs, lengths, strict=True)):
+        if not lengths or any(
+            not output.base <= length <= output.end for output, length in zip(outputs, lengths, strict=True)
+        ):
             return False
         for output, length in zip(outputs, lengths, strict=True):
             output.logged, output.fields_logged = length, 0

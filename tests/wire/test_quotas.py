@@ -215,6 +215,7 @@ class QuotaMachine(RuleBasedStateMachine):
         if one := self.some(data, "open", "ended"):
             name, at = one
             request = self.model.requests[name]
+            self.model.advance(TOMBSTONE_MS + 1)  # until then it would count as a request that is being submitted
             lost = [f"req:{name}.{at}", *([f"log:{name}.{at}", f"log:{name}.{at}:0"] if log_too else [])]
             self.clients[0].delete(*(self.sides[0].prefix + key for key in lost))
             request.state[at] = "ended"

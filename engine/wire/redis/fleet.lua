@@ -17,6 +17,21 @@ local function register_heartbeat()  -- returns 1 if Redis has the gateway's las
   return before and (before == beat or before + 1 == beat + 0) and 1 or 0
 end
 
+-- Redis' clock may be set back, by hours.  What would then wait until the clock has caught up ends at its time again:
+-- leases of engines, heartbeats of gateways, and the time that requests without a listener have.
+local function follow_clock()
+  local back = (call('GET', P .. 'reached') or 0) - now_ms()
+  if back <= AWAY_MS then return end
+  local keys = {}
+  for _, engine in ipairs(call('ZRANGE', P .. 'engines', 0, -1)) do keys[#keys + 1] = P .. 'lease:' .. engine end
+  for _, name in ipairs(call('SMEMBERS', P .. 'gateways')) do keys[#keys + 1] = P .. 'gateway:' .. name end
+  for _, key in ipairs(keys) do
+    local left = call('PTTL', key)
+    if left > back then call('PEXPIRE', key, left - back) end
+  end
+  for _, id in ipairs(call('ZRANGE', P .. 'orphans', 0, -1)) do call('ZINCRBY', P .. 'orphans', -back, id) end
+end
+
 local function lapses_count()  -- whether a lapsed lease means a dead engine: not for AMNESTY_MS after Redis was away
   local reached, now = call('GET', P .. 'reached'), now_ms()
   if reached and now - reached > AWAY_MS then call('SET', P .. 'amnesty', 1, 'PX', AMNESTY_MS) end
@@ -75,6 +90,7 @@ end
 
 local known = register_heartbeat()
 if known == 0 then after, since = '', 0 else since = tonumber(since) end
+follow_clock()
 remove_dead_gateways()
 for _, id in ipairs(call('ZRANGEBYSCORE', P .. 'orphans', '-inf', now_ms())) do withdraw(id) end
 local changed, following, live = read_page(lapses_count())

@@ -13,7 +13,7 @@ local token_ms = tokens == '' and 0 or QUOTA_MS / tokens
 
 local function is_open(id)  -- whether a request is concurrent: a prompt has not ended, or its submit is running
   local taken = string.match(call('HGET', held, id) or '', '^%d+ (%d+)')
-  local gone = not taken or now - taken > TOMBSTONE_MS
+  local gone = not taken or math.abs(now - taken) > TOMBSTONE_MS  -- negative: Redis' clock was set back
   for prompt in prompts_of(tenant, id) do
     if alive(prompt) then return true end
     gone = gone or call('EXISTS', P .. 'req:' .. prompt) == 1

@@ -54,12 +54,15 @@ local function head(lane, left_out)
     local tenant = next_tenant(lane, left_out)
     if not tenant then return nil end
     local id = call('ZRANGE', P .. 'queue:' .. lane .. ':' .. tenant, '0', '0')[1]
-    local tokens, due = claimable(id, now)
+    local tokens, due
+    if id then tokens, due = claimable(id, now) else forget_queue(lane, tenant) end
     if tokens then
       if lane == 'late' or not due or due > now or moved == MOVES then return id, tokens, tenant, due end
       move_to_late(id)
       note_entry(left_out, 'late')
       moved = moved + 1
+    elseif id then
+      call('ZREM', P .. 'queue:' .. lane .. ':' .. tenant, id)  -- still there if `waiting` was evicted
     end
   end
 end

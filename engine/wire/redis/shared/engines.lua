@@ -1,5 +1,14 @@
 -- Engines: their free capacity, leases and held requests, and the cleanup after they end.  "Suspects" in KEYS.md.
 
+-- Sum the free capacity of all engines anew: Redis has lost that of one, whose key has expired or was evicted.
+-- `tokens`: free capacity of `engine`, which is not stored yet.
+local function recount_offers(engine, tokens)
+  for _, other in ipairs(call('ZRANGE', P .. 'offers', 0, -1)) do
+    if other ~= engine then tokens = tokens + (call('HGET', P .. 'engine:' .. other, 'room') or 0) end
+  end
+  call('SET', P .. 'offered', string.format('%.0f', tokens))
+end
+
 -- Record the free capacity of an engine: `tokens` prompt tokens, valid until `ends`, unix ms.  `before`: its free
 -- capacity at its last sync, as text; nil: unknown.  Updates the sum over all engines, so that a submit need not visit
 -- every engine.
@@ -11,14 +20,20 @@ local function offer(engine, tokens, ends, before)
   else
     counted = call('ZREM', P .. 'offers', engine) == 1
   end
-  if counted then tokens = tokens - (before or call('HGET', P .. 'engine:' .. engine, 'room')) end
+  if counted then
+    before = before or call('HGET', P .. 'engine:' .. engine, 'room')
+    if not before then return recount_offers(engine, tokens) end
+    tokens = tokens - before
+  end
   if tokens ~= 0 then call('INCRBY', P .. 'offered', string.format('%.0f', tokens)) end
 end
 
 local function free_capacity(me)  -- returns the prompt tokens that all engines, except `me`, would still claim
   for _, engine in ipairs(call('ZRANGEBYSCORE', P .. 'offers', '-inf', now_ms() - 1)) do offer(engine, 0) end
   local tokens = tonumber(call('GET', P .. 'offered') or 0)
-  if me and call('ZSCORE', P .. 'offers', me) then tokens = tokens - call('HGET', P .. 'engine:' .. me, 'room') end
+  if me and call('ZSCORE', P .. 'offers', me) then
+    tokens = tokens - (call('HGET', P .. 'engine:' .. me, 'room') or 0)
+  end
   return tokens
 end
 

@@ -112,10 +112,28 @@ local function dequeue(id)  -- remove the request from the queue or the suspects
   return true
 end
 
+-- Remove a tenant whose queue Redis has evicted from a lane.  If no tenant is left, all sums over the queue restart.
+local function forget_queue(lane, tenant)
+  local tokens = call('HGET', P .. 'queued_tokens:' .. lane, tenant) or 0
+  call('HDEL', P .. 'queued_tokens:' .. lane, tenant)
+  call('ZREM', P .. 'turns:' .. lane, tenant)
+  call('HINCRBY', P .. 'lanes', lane, 0 - tokens)  -- -0 would be no integer
+  LATE = nil
+  if call('EXISTS', P .. 'turns:on_time', P .. 'turns:late') > 0 then return end
+  call('DEL', P .. 'lanes', P .. 'waiting', P .. 'prefixes', P .. 'passed', P .. 'queued_bytes', P .. 'due',
+       P .. 'late_credit')
+  for _, name in ipairs(LANES) do call('DEL', P .. 'queued_tokens:' .. name, P .. 'ages:' .. name) end
+end
+
 local function move_to_late(id)  -- move a request past its due time from the on-time lane to the late lane
   local key = P .. 'req:' .. id
   local tokens, bytes, _, tenant = waiting_entry(id)
   local place, since = unpack(call('HMGET', key, 'place', 'since'))
+  if not tokens or not place then  -- Redis has evicted it
+    dequeue(id)
+    call('HDEL', key, 'due')
+    return call('ZREM', P .. 'due', id)
+  end
   leave_lane('on_time', tenant, id, tokens)
   enter_lane('late', tenant, id, place, tokens, since)
   call('HSET', P .. 'waiting', id, tokens .. ' ' .. bytes .. ' late ' .. tenant)
@@ -133,7 +151,8 @@ local function lane_state(lane, tenant)
   local waiting, turns = call('ZCARD', P .. 'turns:' .. lane), P .. 'turns:' .. lane
   if waiting == 0 then return {0, 0, 0, 0, {}, {}, {}} end
   local oldest = call('ZRANGE', P .. 'ages:' .. lane, 0, 0, 'WITHSCORES')[2]
-  local state = {call('ZCARD', P .. 'ages:' .. lane), lane_tokens(lane), now_ms() - oldest, waiting, {}, {}, {}}
+  local age = now_ms() - (oldest or now_ms())  -- no oldest: its key was evicted
+  local state = {call('ZCARD', P .. 'ages:' .. lane), lane_tokens(lane), age, waiting, {}, {}, {}}
   local counter = tenant and call('ZSCORE', turns, tenant)
   local shown, names = counter and {tenant, counter} or {}, {}
   if not tenant then shown = call('ZRANGE', turns, 0, TENANTS_SHOWN - 1, 'WITHSCORES') end

@@ -1,7 +1,8 @@
 -- Quotas of a tenant: "Quotas" in KEYS.md.  A bucket is stored as the unix ms at which it will be full (GCRA).
 
-local function bucket_debt(tenant, bucket, now)  -- ms until the bucket is full; QUOTA_MS: it is empty
-  return math.max(0, (call('HGET', P .. 'quota:' .. tenant, bucket) or 0) - now)
+-- Returns ms until the bucket is full; QUOTA_MS: it is empty.  A later time is from before Redis' clock was set back.
+local function bucket_debt(tenant, bucket, now)
+  return math.min(QUOTA_MS, math.max(0, (call('HGET', P .. 'quota:' .. tenant, bucket) or 0) - now))
 end
 
 local function precise(ms)  -- ms as text, because numbers in a reply lose their fraction

@@ -39,7 +39,7 @@ end
 -- Record the `left` prompt tokens that the engine would still claim, and wake other engines if requests still wait: see
 -- "Wake-ups" in KEYS.md.  `known`: `left` of its last sync, as text; nil: unknown.  `closed`: it runs a suspect.
 local function offer_capacity(x, left, known, waiting, closed)
-  offer(x.engine, left, now_ms() + math.min(STALE_MS, x.lease_ms), known or '0')
+  offer(x.engine, left, now_ms() + math.min(STALE_MS, x.lease_ms), known)
   local claims_more = left > 0 and x.claim_tokens > 0
   if waiting > LEFT and (#x.claimed > 0 or x.blocked or known ~= '0' and not claims_more)
      or closed and #x.claimed > 0 and call('EXISTS', P .. 'suspects') == 1 then wake_engines(x.blocked or '1') end
