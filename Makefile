@@ -9,6 +9,7 @@
 #   make lint                                                   format, lint, types, length of functions, dead code, words
 #   make bench [ARGS='--rounds 1']                              tests of speed; tokens per second against other systems
 #   make chaos [ARGS='--minutes 5 --seed 1']                    load and faults: is a token lost or repeated?
+#   make chaos ARGS='mixed --minutes 10'                         faults and hostile answers: is a text changed?
 #   make chaos ARGS='soak --operations 1000000'                 the scheduler alone: is the block accounting balanced?
 #   make chaos ARGS='fuzz --requests 100000'                    hostile clients: does a gateway fail, stall or leak?
 #   make chaos ARGS='requests --requests 100000'                mutated requests: is each answered as docs/api.md says?

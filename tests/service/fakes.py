@@ -50,16 +50,17 @@ TOOLS_TEMPLATE = (
 )
 
 
-def with_markers(path: Path) -> None:
-    """Turn the last two tokens of a vocabulary, which no merge needs, into the markers of reasoning."""
+def with_markers(path: Path, markers: Sequence[str] = ("<think>", "</think>")) -> None:
+    """Turn the last tokens of a vocabulary into these texts; by default the markers of reasoning."""
     described = json.loads(path.read_text())
     model = described["model"]
-    names = sorted(model["vocab"], key=model["vocab"].get)[-2:]
-    for name, marker in zip(names, ("<think>", "</think>"), strict=True):
+    names = sorted(model["vocab"], key=model["vocab"].get)[-len(markers) :]
+    for name, marker in zip(names, markers, strict=True):
         token = model["vocab"][marker] = model["vocab"].pop(name)
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         described["added_tokens"].append({"id": token, "content": marker, "special": False, **flags})
-    model["merges"] = [pair for pair in model["merges"] if "".join(pair) not in names]
+    replaced = set(names)
+    model["merges"] = [pair for pair in model["merges"] if not replaced & {*pair, "".join(pair)}]
     path.write_text(json.dumps(described))
 
 

@@ -3,6 +3,7 @@
     python -m tests.system.chaos [--minutes 5] [--seed 1] [--model scripted|tiny] [--machines 2] [--streams 64]
                                  [--kinds 'kill engine,...'] [--rounds 100] [--between 3 5] [--redis PATH]
                                  [--result NAME]
+    python -m tests.system.chaos mixed [--minutes 10] [--seed 1]            hostile answers inside faults: see mixed.py
     python -m tests.system.chaos soak [--operations 1000000] [--seed 1]     the scheduler alone: see soak.py
     python -m tests.system.chaos fuzz [--requests 100000] [--seed 1]        hostile clients: see fuzz.py
     python -m tests.system.chaos requests [--requests 100000] [--seed 1]    mutated requests, a gateway in this process
@@ -39,6 +40,7 @@ from tests.system.chaos import (
     fuzz,
     histories,
     kills,
+    mixed,
     near_calls,
     requests,
     returned,
@@ -51,6 +53,7 @@ from tests.system.chaos.faults import KINDS, Fault, schedule
 from tests.system.chaos.run import Setting, figures, run, table
 
 OTHERS: dict[str, Any] = {
+    "mixed": mixed,
     "soak": soak,
     "fuzz": fuzz,
     "requests": requests,

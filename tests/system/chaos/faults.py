@@ -98,6 +98,16 @@ async def restart_redis(world: World, fault: Fault) -> None:
     await world.redis.start()
 
 
+async def flush_scripts(world: World, fault: Fault) -> None:
+    """Redis forgets all scripts: SCRIPT FLUSH."""
+    await world.redis.command("SCRIPT", "FLUSH")
+
+
+async def kill_connections(world: World, fault: Fault) -> None:
+    """Redis closes the connections of subscribers, or all others: CLIENT KILL."""
+    await world.redis.command("CLIENT", "KILL", "TYPE", "pubsub" if fault.dice < 0.5 else "normal")
+
+
 async def freeze_redis(world: World, fault: Fault) -> None:
     """Its connections stay open and nothing answers."""
     world.redis.signal(signal.SIGSTOP)
@@ -193,6 +203,8 @@ KINDS: dict[str, Callable[[World, Fault], Awaitable[None]]] = {
     "freeze gateway": freeze_gateway,
     "restart redis": restart_redis,
     "freeze redis": freeze_redis,
+    "flush scripts": flush_scripts,
+    "kill connections": kill_connections,
     "fill redis": fill_redis,
     "demote redis": demote_redis,
     "failover": failover,

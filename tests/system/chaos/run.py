@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -10,6 +11,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +34,9 @@ OPTIONS = {
 }
 
 
+Beside = Callable[[World, aiohttp.ClientSession], AbstractAsyncContextManager[None]]
+
+
 @dataclass(frozen=True)
 class Setting:
     """What runs while things go wrong."""
@@ -43,6 +48,7 @@ class Setting:
     seed: int
     step_ms: float = 20.0  # the scripted engine's
     between_s: tuple[float, float] = (0.1, 1.0)  # from a round's end, every stream having gone on, to the next round
+    options: tuple[str, ...] = ()  # more words for each `quire serve`
 
 
 @dataclass
@@ -81,12 +87,14 @@ async def run(
     *,
     say: Callable[[str], None] = lambda line: None,
     binary: Path | None = None,
+    checkpoint: Path | None = None,
+    beside: Beside = lambda stage, session: contextlib.nullcontext(),
 ) -> Report:
     """Start everything, with Redis servers of the program `binary`, keep `setting.streams` going through these rounds,
-    let them end, and count."""
+    let them end, and count.  `beside`: entered before the first stream, left after the last one."""
     report = Report(setting)
-    checkpoint = make_checkpoint(folder / "llama", "llama")
-    options = [f"--lease-ms={LEASE_MS}", "--late-wait-s=1000", *OPTIONS[setting.model]]
+    checkpoint = checkpoint or make_checkpoint(folder / "llama", "llama")
+    options = [f"--lease-ms={LEASE_MS}", "--late-wait-s=1000", *OPTIONS[setting.model], *setting.options]
     if setting.model == "scripted":
         options.append(f"--scripted-step-ms={setting.step_ms}")
     # A connection for each request: one that is used again may be closed while the next request is on its way.
@@ -104,13 +112,14 @@ async def run(
             asks = (rng.choice(known) for _ in itertools.count())
         load = Load(session, stage.doors, asks, report.tally)
         began = time.monotonic()
-        load.start(setting.streams)
-        await until(lambda: sum(reader.live for reader in load.readers) == setting.streams)
-        for faults in rounds:
-            report.rounds.append(await one_round(stage, load, faults))
-            say(line(report.rounds[-1]))
-            await asyncio.sleep(rng.uniform(*setting.between_s))
-        await load.finish()
+        async with beside(stage, session):
+            load.start(setting.streams)
+            await until(lambda: sum(reader.live for reader in load.readers) == setting.streams)
+            for faults in rounds:
+                report.rounds.append(await one_round(stage, load, faults))
+                say(line(report.rounds[-1]))
+                await asyncio.sleep(rng.uniform(*setting.between_s))
+            await load.finish()
         report.seconds = time.monotonic() - began
         await fleet_until(
             stage.redis.url,

@@ -19,6 +19,8 @@ from tests.system.chaos.run import Setting, figures, run, table
 ROUNDS = [
     [("kill engine", 0.0), ("freeze gateway", 0.0)],
     [("restart redis", 0.1)],
+    [("flush scripts", 0.0), ("kill connections", 0.2)],
+    [("kill connections", 0.8)],
     [("freeze engine", 0.1)],
     [("fill redis", 0.3), ("cut clients", 0.3)],
     [("cut redis", 0.1)],

@@ -1,0 +1,55 @@
+"""A short run of hostile answers inside faults; and that a client notices another text than undisturbed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from tests.system.chaos import hostile
+from tests.system.chaos.faults import Fault
+from tests.system.chaos.mixed import Mixed, mixed, setting_of, table
+from tests.system.chaos.readers import Doors
+
+ROUNDS = [[("kill connections", 0.2)], [("kill engine", 0.0), ("cut clients", 0.3)], [("flush scripts", 0.0)]]
+
+
+@pytest.mark.system
+@pytest.mark.alone
+@pytest.mark.timeout(300)  # each wait inside has a limit of its own
+async def test_no_fault_changes_a_hostile_answer(tmp_path: Path) -> None:
+    found = Mixed(hostile.asks(1, 8, 60), 4, 1, print)
+    rounds = ([Fault(kind, 0, dice) for kind, dice in each] for each in ROUNDS)
+    # The limit on turns is generous: this machine may be slow.
+    figures = await mixed(tmp_path, setting_of(4, 1), rounds, found, notation="hermes", stall_s=0.5, say=print)
+    print(table(figures))
+    assert figures["clean"]
+    assert figures["hostile_known"] == 8
+    assert figures["hostile"]["answers"] > 8
+    assert figures["looks_at_event_loops"] > 0
+
+
+@pytest.mark.parametrize(("parts", "failures"), [(["<t", "ool>"], 0), (["<t", "<t", "ool>"], 1), (["ool>"], 1)])
+async def test_a_client_notices_what_is_lost_or_repeated(parts: list[str], failures: int) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for text in parts:
+            event = {"choices": [{"index": 0, "text": text}]}
+            await response.write(f"data: {json.dumps(event)}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", answer)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        doors = Doors(near=[], far=[str(server.make_url("")).rstrip("/")])
+        known = hostile.Known(hostile.Ask("/v1/completions", {}), {(0, "content"): "<tool>"})
+        tally = hostile.Tally()
+        await hostile.Client(known, doors, "client", "slow", tally).run(session)
+    assert len(tally.failures) == failures
+    assert sum(tally.answers.values()) == 1 - failures
