@@ -19,8 +19,8 @@ end
 
 -- Redis' clock may be set back, by hours.  What would then wait until the clock has caught up ends at its time again:
 -- leases of engines, heartbeats of gateways, and the time that requests without a listener have.
-local function follow_clock()
-  local back = (call('GET', P .. 'reached') or 0) - now_ms()
+local function follow_clock(reached)
+  local back = reached - now_ms()
   if back <= AWAY_MS then return end
   local keys = {}
   for _, engine in ipairs(call('ZRANGE', P .. 'engines', 0, -1)) do keys[#keys + 1] = P .. 'lease:' .. engine end
@@ -32,9 +32,10 @@ local function follow_clock()
   for _, id in ipairs(call('ZRANGE', P .. 'orphans', 0, -1)) do call('ZINCRBY', P .. 'orphans', -back, id) end
 end
 
-local function lapses_count()  -- whether a lapsed lease means a dead engine: not for AMNESTY_MS after Redis was away
-  local reached, now = call('GET', P .. 'reached'), now_ms()
-  if reached and now - reached > AWAY_MS then call('SET', P .. 'amnesty', 1, 'PX', AMNESTY_MS) end
+-- Returns whether a lapsed lease means a dead engine: not for AMNESTY_MS after Redis was away.
+local function lapses_count(reached)
+  local now = now_ms()
+  if now - reached > AWAY_MS then call('SET', P .. 'amnesty', 1, 'PX', AMNESTY_MS) end
   call('SET', P .. 'reached', now)
   return call('EXISTS', P .. 'amnesty') == 0
 end
@@ -90,10 +91,11 @@ end
 
 local known = register_heartbeat()
 if known == 0 then after, since = '', 0 else since = tonumber(since) end
-follow_clock()
+local reached = call('GET', P .. 'reached') or now_ms()  -- unix ms of the last reading
+follow_clock(reached)
 remove_dead_gateways()
 for _, id in ipairs(call('ZRANGEBYSCORE', P .. 'orphans', '-inf', now_ms())) do withdraw(id) end
-local changed, following, live = read_page(lapses_count())
+local changed, following, live = read_page(lapses_count(reached))
 move_overdue()
 sweep_prefixes()
 check_quotas()
