@@ -25,7 +25,9 @@ async def test_no_fault_changes_a_hostile_answer(tmp_path: Path) -> None:
     found = Mixed(hostile.asks(1, 8, 60), 4, 1, print)
     rounds = ([Fault(kind, 0, dice) for kind, dice in each] for each in ROUNDS)
     # The limit on turns is generous: this machine may be slow.
-    figures = await mixed(tmp_path, setting_of(4, 1), rounds, found, notation="hermes", stall_s=0.5, say=print)
+    figures = await mixed(
+        tmp_path, setting_of(4, 1, retain_s=20), rounds, found, notation="hermes", stall_s=0.5, say=print
+    )
     print(table(figures))
     assert figures["clean"]
     assert figures["hostile_known"] == 8
