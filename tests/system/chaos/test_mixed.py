@@ -19,7 +19,6 @@ ROUNDS = [[("kill connections", 0.2)], [("kill engine", 0.0), ("cut clients", 0.
 
 
 @pytest.mark.system
-@pytest.mark.alone
 @pytest.mark.timeout(300)  # each wait inside has a limit of its own
 async def test_no_fault_changes_a_hostile_answer(tmp_path: Path) -> None:
     found = Mixed(hostile.asks(1, 8, 60), 4, 1, print)
