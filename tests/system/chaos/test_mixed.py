@@ -15,13 +15,13 @@ from tests.system.chaos.faults import Fault
 from tests.system.chaos.mixed import Mixed, mixed, setting_of, table
 from tests.system.chaos.readers import Doors
 
-ROUNDS = [[("kill connections", 0.2)], [("kill engine", 0.0), ("cut clients", 0.3)], [("flush scripts", 0.0)]]
+ROUNDS = [[("kill connections", 0.2)], [("flush scripts", 0.0), ("cut clients", 0.3)]]
 
 
 @pytest.mark.system
 @pytest.mark.timeout(300)  # each wait inside has a limit of its own
 async def test_no_fault_changes_a_hostile_answer(tmp_path: Path) -> None:
-    found = Mixed(hostile.asks(1, 8, 60), 4, 1, print)
+    found = Mixed(hostile.asks(1, 4, 60), 4, 1, print)
     rounds = ([Fault(kind, 0, dice) for kind, dice in each] for each in ROUNDS)
     # The limit on turns is generous: this machine may be slow.
     figures = await mixed(
@@ -29,8 +29,8 @@ async def test_no_fault_changes_a_hostile_answer(tmp_path: Path) -> None:
     )
     print(table(figures))
     assert figures["clean"]
-    assert figures["hostile_known"] == 8
-    assert figures["hostile"]["answers"] > 8
+    assert figures["hostile_known"] == 4
+    assert figures["hostile"]["answers"] > 4
     assert figures["looks_at_event_loops"] > 0
 
 
