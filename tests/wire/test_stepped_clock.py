@@ -18,6 +18,7 @@ import pytest
 from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.engine.wire.layout import QUOTA_MS
 from quire.engine.wire.quotas import Quota
+from tests.pace import paced_ms
 from tests.wire.sides import LONG_MS, Bus, batch, generate, ids, load, read, take, within
 
 HOURS_S = 3 * 3600
@@ -73,7 +74,7 @@ async def test_a_quota_is_exhausted_for_a_minute_at_most_when_the_clock_is_set_b
 
 async def test_a_dead_engine_is_noticed_when_the_clock_is_set_back(own_bus: Bus, clock: Clock) -> None:
     gateway = await own_bus.gateway()
-    dead, other = await own_bus.engine("e1", lease_ms=500), await own_bus.engine("e2")
+    dead, other = await own_bus.engine("e1", lease_ms=paced_ms(500)), await own_bus.engine("e2")
     await gateway.submit(generate("a"), bounds=PLENTY)
     assert ids(await take(dead)) == ["a"]
     await gateway.fleet()
@@ -103,7 +104,7 @@ async def test_a_request_whose_gateway_died_is_withdrawn_when_the_clock_is_set_b
 @pytest.mark.parametrize("ahead_s", [HOURS_S, -HOURS_S])
 async def test_new_requests_are_served_after_the_clock_is_set(own_bus: Bus, clock: Clock, ahead_s: int) -> None:
     """Running ones continue, or their clients learn that Redis has lost them."""
-    gateway, engine = await own_bus.gateway(), await own_bus.engine(lease_ms=500)
+    gateway, engine = await own_bus.gateway(), await own_bus.engine(lease_ms=paced_ms(500))
     await gateway.submit(generate("old"), bounds=PLENTY)
     assert ids(await take(engine)) == ["old"]
     await gateway.fleet()
