@@ -10,6 +10,7 @@ gateway, sockets.  The fast clients read `--tokens` tokens each in three phases:
     alone     no slow client is connected
     computed  the engine generates the slow clients' answers as well, so its batch and the token log are larger
     reading   the slow clients' answers are complete in the engine, and the clients still read
+    after     the slow clients have left
 
 The cost of `computed` is mostly the larger batch: compare with `--bytes-per-s 100000`, where no client is slow.
 Gaps are times between reads of a fast client.  A read returns one token, or several if the gateway is late.
@@ -26,6 +27,7 @@ import json
 import re
 import resource
 import socket
+import statistics
 import time
 import urllib.request
 from collections.abc import Callable
@@ -105,6 +107,11 @@ class Watch:
             await asyncio.sleep(POLL_S)
         raise RuntimeError(f"the server's metrics did not reach the expected state in {LIMIT_S:g} s")
 
+    def cpu_s(self) -> float:
+        """Return the gateway's CPU time so far."""
+        times = self._gateway.cpu_times()
+        return float(times.user + times.system)
+
     def rss(self) -> int:
         return int(self._gateway.memory_info().rss)
 
@@ -142,10 +149,22 @@ async def fast(port: int, count: int, tokens: int) -> dict[str, float]:
     return {f"itl_p{p:g}_ms": round(percentile(ordered, p) * 1e3, 2) for p in (50, 99, 99.9)}
 
 
+async def run_phase(server: Server, watch: Watch, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the fast clients' inter-token latency, and the gateway's CPU time per token of theirs, in each round."""
+    rounds, tokens = [], options.fast * options.tokens
+    for _ in range(options.rounds):
+        before = watch.cpu_s()
+        found = await fast(server.port, options.fast, options.tokens)
+        rounds.append(found | {"gateway_cpu_us_per_token": round(1e6 * (watch.cpu_s() - before) / tokens, 1)})
+    return {name: round(statistics.median(each[name] for each in rounds), 2) for name in rounds[0]} | {
+        "rounds": [each["gateway_cpu_us_per_token"] for each in rounds]
+    }
+
+
 async def measure(server: Server, options: argparse.Namespace) -> dict[str, Any]:
     watch, slow = Watch(server), SlowReaders(server.port, options.slow, options.slow_tokens, options.bytes_per_s)
     await fast(server.port, options.fast, 20)  # warm-up: the first requests include one-time work of the server
-    figures: dict[str, Any] = {"alone": await fast(server.port, options.fast, options.tokens)}
+    figures: dict[str, Any] = {"alone": await run_phase(server, watch, options)}
     rss, kernel = watch.rss(), kernel_bytes()
     background = [asyncio.create_task(watch.record_peaks())]
     try:
@@ -159,7 +178,7 @@ async def measure(server: Server, options: argparse.Namespace) -> dict[str, Any]
             "kv_share_held": sample(page, 0.0).kv,
             "backlog_mib": round(value(page, "quire_backlog_bytes") / 2**20, 2),
         }
-        figures["reading"] = await fast(server.port, options.fast, options.tokens)
+        figures["reading"] = await run_phase(server, watch, options)
         page = await watch.page()
         figures["in_the_end"] = {
             "slow_streams_open": value(page, "quire_open_requests"),
@@ -167,6 +186,7 @@ async def measure(server: Server, options: argparse.Namespace) -> dict[str, Any]
         }
         slow.close()
         await watch.until(lambda page: not value(page, "quire_open_requests"))
+        figures["after"] = await run_phase(server, watch, options)
     finally:
         for task in background:
             task.cancel()
@@ -176,6 +196,9 @@ async def measure(server: Server, options: argparse.Namespace) -> dict[str, Any]
     figures["kernel_tcp_kib_per_slow_stream"] = round((watch.max_kernel - kernel) / 2**10 / options.slow, 1)
     for phase in ("computed", "reading"):
         figures[f"itl_p99_{phase}_over_alone"] = round(figures[phase]["itl_p99_ms"] / figures["alone"]["itl_p99_ms"], 3)
+    # The machine's other load changes latencies more than CPU times, so this is the cost of clients that read slowly.
+    without = statistics.median(figures["alone"]["rounds"] + figures["after"]["rounds"])
+    figures["cpu_reading_over_without"] = round(figures["reading"]["gateway_cpu_us_per_token"] / without, 3)
     return figures
 
 
@@ -192,6 +215,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", type=int, default=300, help="tokens of each fast client, in each phase; default 300"
     )
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each phase but `computed`; default 3")
     parser.add_argument("--step-ms", type=float, default=50.0, help="milliseconds of an engine step; default 50")
 
 
