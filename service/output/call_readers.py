@@ -15,6 +15,7 @@ call without the arguments that the model wrote.  Text that it cannot read has s
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from quire.service.output.calls import CallReader, Context, End, Status
 from quire.service.output.complete_calls import WholeCalls
@@ -57,12 +58,18 @@ class PythonCalls(SteppedCalls):
                 return at, Status.NEXT
             self._first = False
             self._name, self._reader = match.found["name"], JsonReader(None, self._context.ends)
-            self._reader.begin_call()
+            positions = [*self._context.tools.outlines(self._context.tools.own_name(self._name))]
+            self._reader.begin_call(positions)
             self._reader.loosens = True
-            return match.found.end(), None
+            return self._unwrapped(match.found, positions), None
         if self._first:
             return at, Status.BROKEN
         return match.found.end() if match is not None and kind == "close" else at, Status.DONE
+
+    def _unwrapped(self, found: Any, positions: list[str]) -> int:
+        """Return where the arguments begin: after the brace of `f({"a": 1})`, unless an object is the first of them."""
+        takes = self._context.tools.types(self._context.tools.own_name(self._name), positions[0]) if positions else []
+        return int(found.start("object") if found["object"] == "{" and "object" in takes else found.end())
 
     def _arguments(self, text: str, at: int, end: End) -> tuple[int, Status | None]:
         reader = self._reader

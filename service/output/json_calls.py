@@ -92,7 +92,8 @@ class JsonCalls:
         elif char.isspace():
             self._fence = False
         else:
-            return self._fence and char.isalpha() if self._first else char in ",;}])"
+            again = not self._first and char in ",;}])"
+            return again or (self._fence and char.isalpha() and (self._first or self._notation.bare == "closed"))
         return True
 
     def _end(self, end: End, *, closed: bool) -> Status:
@@ -154,6 +155,7 @@ class _JsonCall:
         self._pairs = self._words = 0  # number of colons before the arguments, and of bare values before the name
         self._extra = False  # the object has keys that do not belong to a call
         self._member: list[str] = []  # text since the last value, while the key is none of a call
+        self._keyed: tuple[str, str] | None = None  # member whose key is the name of a function, and its JSON
         self._beside: list[str] = []  # members that do not belong to a call, as the model wrote them
 
     def read(self, text: str, at: int, end: End) -> tuple[int, Event]:
@@ -187,6 +189,9 @@ class _JsonCall:
     def take_beside(self) -> list[CallPart]:
         """Return the members that do not belong to the call, as content."""
         members, self._beside = self._beside, []
+        if self._keyed is not None and self._name:
+            members.insert(0, _member(*self._keyed))
+            self._keyed = None
         return [(TEXT, ", ".join(members))] if members else []
 
     def end(self, event: Event, end: End) -> bool:
@@ -204,7 +209,7 @@ class _JsonCall:
         if event is not Event.END and not self._complete:
             return False
         if not self._name:
-            return False
+            return self._commit_keyed()
         arguments = arguments_of("".join(self._arguments))
         if arguments is None or (self._extra and _NOTHING.fullmatch(arguments)):  # arguments are under an unknown key
             return False
@@ -213,6 +218,16 @@ class _JsonCall:
                 return False
             arguments = "{}"
         self._commit(arguments)
+        return self.committed
+
+    def _commit_keyed(self) -> bool:
+        """Emit the call of an object with one member, whose key is a function's name.  Returns whether it is one."""
+        if self._keyed is None or self._beside or self._arguments:
+            return False
+        (name, value), self._keyed = self._keyed, None
+        if (arguments := arguments_of(value)) is not None:
+            self._name = name
+            self._commit(arguments or "{}")
         return self.committed
 
     def _begin_slot(self, key: str) -> None:
@@ -226,7 +241,7 @@ class _JsonCall:
             self._pairs = self._json.pairs
             self._json.loosens = bool(self._name) and self._notation.bare != "closed"
         else:
-            self._slot = "other"
+            self._slot = "keyed" if key in self._tools and not self._name and not self._notation.bare else "other"
             self._extra = self._extra or key not in BESIDE
         if self._slot != "other":
             self._member = []
@@ -234,7 +249,7 @@ class _JsonCall:
     def _collect(self, piece: str) -> None:
         if not piece:
             return
-        if self._slot in ("name", "function"):
+        if self._slot in ("name", "function", "keyed"):
             self._collected.append(piece)
         elif self._slot == "arguments" and not self._complete:
             if self.committed:
@@ -266,7 +281,12 @@ class _JsonCall:
             self._beside.append(member)
         if self._json.depth == 1:
             self._json.watch = 1
-        if slot == "arguments" and self._json.key in OTHER_ARGUMENTS and not arguments_of("".join(self._arguments)):
+        if slot == "keyed":
+            if self._keyed is None:
+                self._keyed = (self._json.key, "".join(self._collected))
+            else:
+                self._keep_beside("".join(self._collected))
+        elif slot == "arguments" and self._json.key in OTHER_ARGUMENTS and not arguments_of("".join(self._arguments)):
             self._keep_beside("".join(self._arguments))
             self._arguments = []
         elif slot == "arguments":
@@ -274,7 +294,7 @@ class _JsonCall:
             self._filled = _NOTHING.fullmatch("".join(self._arguments)) is None
         elif slot in ("name", "function"):
             value = string_of("".join(self._collected))
-            if value is not None and self._json.words == self._words:
+            if value is not None and (self._json.words == self._words or value.strip() in self._tools):
                 self._name = value.strip()
                 if not self._name or (self._notation.bare and self._tools and self._name not in self._tools):
                     return False
@@ -288,7 +308,11 @@ class _JsonCall:
     def _keep_beside(self, value: str) -> None:
         """Keep the member that was just read, since it turned out not to belong to the call."""
         self._extra = True
-        self._beside.append(f"{json.dumps(self._json.key, ensure_ascii=False)}: {value.strip()}")
+        self._beside.append(_member(self._json.key, value))
+
+
+def _member(key: str, value: str) -> str:
+    return f"{json.dumps(key, ensure_ascii=False)}: {value.strip()}"
 
 
 class _JsonList:

@@ -4,7 +4,9 @@
 
 Valid JSON is not changed, white space included.  Other text is repaired, by one rule per common error of models:
 
-- Python's single quotes, bare keys and values, True, False, None and parentheses become JSON
+- Python's single and triple quotes, bare keys and values, True, False, None and parentheses become JSON
+- doubled braces, as in a format string of Python, count once
+- arguments of a call in Python syntax that have no name get the names in `positions`, in order
 - line ends and other control characters in strings, unknown escapes, and quotes inside a string are escaped
 - a lone surrogate becomes U+FFFD
 - an object or a list nested deeper than DEPTH becomes a string with its text
@@ -39,6 +41,9 @@ _LITERALS = {
     "true": "true", "True": "true", "false": "false", "False": "false", "null": "null", "None": "null",
     "NaN": "null", "Infinity": "null", "-Infinity": "null", "undefined": "null",
 }  # fmt: skip
+TRIPLE = (('"""', '"""'), ("'''", "'''"))  # Python's quotes of strings with line ends; escapes stay as they are
+_QUOTED_KEY = re.compile(r"""["'](?:\w{1,128}(?:["']\s*(?P<colon>[:=])?)?)?""")
+_UNNAMED = "\"'{[(-0123456789"  # characters that begin an argument without a name
 _CLOSERS = {"{": "}", "[": "]", "(": "]", "call": "}"}
 
 
@@ -60,7 +65,7 @@ class Dialect(msgspec.Struct, frozen=True):
 
     def mark(self, text: str, at: int, *, final: bool) -> str | None:
         """Return the opening mark at a position; "" if further text is needed to decide; None if there is none."""
-        for mark, _ in self.quotes:
+        for mark, _ in (*self.quotes, *TRIPLE):
             if text.startswith(mark, at):
                 return mark
             if not final and mark.startswith(text[at : at + len(mark)]):
@@ -82,8 +87,8 @@ class JsonReader:
     """Reads one object or list."""
 
     __slots__ = (
-        "_deep", "_dialect", "_gap", "_is_key", "_key", "_out", "_quote", "_spaced", "_stack", "_state", "_stop",
-        "_word", "key", "loosens", "pairs", "strict", "watch", "words",
+        "_deep", "_dialect", "_doubled", "_gap", "_is_key", "_key", "_out", "_owed", "_positions", "_quote", "_spaced",
+        "_stack", "_state", "_stop", "_word", "key", "loosens", "pairs", "strict", "watch", "words",
     )  # fmt: skip
 
     def __init__(self, dialect: Dialect | None = None, stop: Markers | None = None, *, watch: int = 0) -> None:
@@ -101,6 +106,9 @@ class JsonReader:
         self._is_key = False  # the open string or word is a key
         self._word: list[str] = []  # text of the open bare word
         self._spaced = False  # the open word contains a space
+        self._doubled: list[int] = []  # depths of the open objects whose opening brace was doubled
+        self._owed = False  # the object that was just closed has a doubled brace, so another closing one may follow
+        self._positions: list[str] = []  # names of the arguments that have no name, for a call in Python syntax
         self._key: list[str] = []  # text of the open or last key
         self.key = ""  # last key of the watched object
         self.pairs = 0  # number of colons read
@@ -123,8 +131,11 @@ class JsonReader:
         """Whether the position is within a key, or between a key and its value."""
         return self._state is _State.COLON or (self._is_key and self._state in (_State.STRING, _State.WORD))
 
-    def begin_call(self) -> None:
-        """Expect the arguments of a call in Python syntax, from after its opening parenthesis."""
+    def begin_call(self, positions: list[str] | None = None) -> None:
+        """Expect the arguments of a call in Python syntax, from after its opening parenthesis.
+
+        `positions`: names of the function's arguments, for arguments without a name."""
+        self._positions = list(positions or ())
         self._stack.append("call")
         self._out.append("{")
         self._state = _State.KEY
@@ -159,10 +170,11 @@ class JsonReader:
             elif (mark := self._dialect.mark(text, at, final=final)) is not None:
                 if not mark:
                     return at, Event.MORE
-                self._begin_string(dict(self._dialect.quotes)[mark])
+                self._begin_string(dict((*self._dialect.quotes, *TRIPLE))[mark])
                 at, event = at + len(mark), None
             else:
-                at, event = steps[self._state](text, at)
+                unnamed = self._state is _State.KEY and _begins_unnamed(self, text[at])
+                at, event = _begin_unnamed(self, text, at, final) if unnamed else steps[self._state](text, at)
             if event is not None:
                 return at, event
         return at, Event.MORE
@@ -231,6 +243,9 @@ class JsonReader:
 
     def _begin_key(self, text: str, at: int) -> tuple[int, Event | None]:
         char = text[at]
+        if char == "{" and self._stack[-1] == "{" and not self._gap and len(self._stack) not in self._doubled:
+            self._doubled.append(len(self._stack))
+            return at + 1, None
         if char in "}])":
             return at + 1, self._close(char)
         if char == ",":
@@ -262,6 +277,8 @@ class JsonReader:
             return at, self._end_value()
         self._out.append(": " if text[at] == "=" else ":")
         self.pairs += 1
+        if len(self._stack) == 1:
+            self._positions.clear()  # as in Python, arguments without a name come first
         if self.loosens and len(self._stack) > self.watch:
             self.strict = self.loosens = False
         self._state = _State.VALUE
@@ -275,6 +292,9 @@ class JsonReader:
 
     def _after(self, text: str, at: int) -> tuple[int, Event | None]:
         char = text[at]
+        owed, self._owed = self._owed, False
+        if owed and char == "}":
+            return at + 1, None
         if char in "}])":
             return at + 1, self._close(char)
         if char in ",;":
@@ -299,6 +319,9 @@ class JsonReader:
         while True:
             kind = self._stack.pop()
             self._out.append(_CLOSERS[kind])
+            self._owed = len(self._stack) + 1 in self._doubled
+            if self._owed:
+                self._doubled.remove(len(self._stack) + 1)
             if kind in wanted:
                 return self._end_value()
 
@@ -407,6 +430,25 @@ class JsonReader:
         self.words += 1
         self._out.append((_json_word(bare) or quoted) + word[len(bare) :])
         return self._end_value()
+
+
+def _begins_unnamed(reader: JsonReader, char: str) -> bool:
+    return bool(reader._positions) and char in _UNNAMED and reader._stack[-1] == "call"
+
+
+def _begin_unnamed(reader: JsonReader, text: str, at: int, final: bool) -> tuple[int, Event | None]:
+    """Begin an argument of a call in Python syntax: one without a name, unless a key in quotes follows."""
+    if quoted := _QUOTED_KEY.match(text, at):
+        if quoted.end() == len(text) and not final and not quoted["colon"]:
+            return at, Event.MORE
+        if quoted["colon"]:
+            return reader._begin_key(text, at)
+    reader._flush()
+    reader._out.append(f"{json.dumps(reader._positions.pop(0), ensure_ascii=False)}: ")
+    reader.pairs += 1
+    reader.strict = reader.strict and not reader.loosens
+    reader._state = _State.VALUE
+    return at, None
 
 
 def _write_spaces(reader: JsonReader, spaces: str) -> None:

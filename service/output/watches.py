@@ -11,7 +11,7 @@ from quire.service.output.notations import LINE, Anchor, Field, Notation, Templa
 
 # Closing tags that models sometimes write twice, with or without DeepSeek's prefix.
 CLOSING_TAG = r"</(?:\W?DSML\W)?(?:param|parameter|argument|arg_key|arg_value|value|function|invoke)>"
-_NAME = r"(?P<name>[\w.\-]{1,130})\s*\("
+_NAME = r"(?P<name>[\w.\-]{1,130})\s*\(\s*(?P<object>(?:\*\*)?\{)?(?!\*)"
 
 
 class Watches:
@@ -64,13 +64,14 @@ class Watches:
                 opens, closes = one.argument
                 bounds = [opens, CLOSING_TAG, *(marker.pattern.pattern for marker in ends)]
                 follows = "|".join(f"(?:{_unnamed(bound)})" for bound in bounds)
-                another = "|".join(f"(?:{_unnamed(other.open.pattern.pattern)})" for other in others)
+                opening = [*(other.open for other in others), *template.drop]
+                another = "|".join(f"(?:{_unnamed(anchor.pattern.pattern)})" for anchor in opening)
                 after = regex.compile(rf"(?:{closes})\s*(?:\Z|(?={follows}))", regex.DOTALL)
                 argument = Marker("argument", regex.compile(opens, regex.DOTALL))
                 line = regex.compile(rf"\n[ \t]*(?:{opens})", regex.DOTALL)
                 values = [Marker("closes", after), Marker("argument", line)]
                 if one.close is not None:
-                    full = rf"(?:{_unnamed(one.close.pattern.pattern)})\s*(?:\Z|(?={another}))"
+                    full = rf"\r?\n?(?:{_unnamed(one.close.pattern.pattern)})\s*(?:\Z|(?={another}))"
                     values.append(Marker("close", regex.compile(full, regex.DOTALL)))
                 ends += [argument, Marker("junk", regex.compile(CLOSING_TAG))]
             self._ends[one] = Markers(ends), Markers(values)
