@@ -232,6 +232,17 @@ def faults(results: Results) -> Iterator[str]:
     yield f"| streams resumed by their clients | {v(chaos['resumed'], ',')} |"
     yield f"| requests that Redis lost in a failover, which their clients saw | {v(chaos['with_redis'])} |"
     yield f"| plain streams that ended with a killed gateway, or broke | {v(chaos['with_gateway'])}, {v(chaos['failed'])} |"
+    mixed = results["chaos_cpu_mixed"]["figures"]
+    hostile, tally = mixed["hostile"], mixed["tally"]
+    [retain] = [one.partition("=")[2] for one in mixed["setting"]["options"] if one.startswith("--retain-s=")]
+    yield f"Token logs stayed for {v(int(retain))} s"
+    yield f"| hostile answers as without faults, characters | {v(hostile['answers'], ',')}, {v(hostile['characters'], ',')} |"
+    yield f"| hostile answers that failed or had another text | {v(hostile['failed'])} |"
+    yield (
+        f"| tokens of other streams, lost, repeated, wrong | {v(tally['tokens'], ',')}, {v(tally['lost'])}, "
+        f"{v(tally['repeated'])}, {v(tally['wrong'])} |"
+    )
+    yield f"| a turn of a gateway's event loop computed for at most | {v(mixed['longest_turn_s'])} s |"
     same = results["same_tokens_cpu"]["figures"]["runs"]
     for run in same:
         open_streams = ", ".join(v(count) for count in run["streams_open_at_kills"])
