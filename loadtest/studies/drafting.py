@@ -1,7 +1,7 @@
 """Compare an engine's tokens per second with and without speculative decoding (drafts), on repetitive and other texts.
 
     python -m quire.loadtest.studies drafting MODEL --text FILE [--kinds prose,ramp] [--streams 1,8,64,256] [--new 64]
-                                              [--rounds 2] [--part 1200] [--ramp 256] [--name NAME]
+                                              [--rounds 2] [--part 1200] [--ramp 256] [--clock cpu] [--name NAME]
 
 and any option of an engine.  FILEs are plain text, one per `--text`; a request uses a part of it of `--part`
 characters (fewer in loads of more than 64 streams):
@@ -18,6 +18,10 @@ other work on the machine delays both equally.  All streams run until they have 
 those of a ramp to their end.  The next round has other requests, and the other engine drafts, because one engine's
 weights may be better placed in memory.  So `--rounds` is even.  The tokens of both engines must be equal.  One stream
 runs before anything is measured, so that the engines know their step times.
+
+With `--clock cpu` all times are CPU times of the process, including the step times from which the engines learn.  So
+other processes disturb neither the measurement nor the engines' decisions.  Use it on a busy machine, with
+`--threads 1`: threads that wait for each other take CPU time, too.
 
 Prints one line of JSON: by kind and streams, tokens/s with drafts over tokens/s without (of all rounds, and the minimum
 and maximum of a round), `cpu`: the same in tokens per second of the process's CPU time, `noise`: the ratio in the turns
@@ -159,6 +163,16 @@ def timed_calls(llm: LLM) -> Iterator[list[float]]:
 
 
 @contextmanager
+def step_clock(name: str) -> Iterator[None]:
+    """A context in which engines measure their steps with a clock: wall, or cpu (CPU time of the process)."""
+    if name == "wall":
+        yield
+        return
+    with mock.patch.object(time, "perf_counter", time.process_time):
+        yield
+
+
+@contextmanager
 def without_drafts(llm: LLM) -> Iterator[None]:
     """A context in which an engine computes no drafts.  The engine must be idle at its begin and end."""
     with mock.patch.object(llm.engine.core.drafts, "drafter", None):
@@ -252,6 +266,26 @@ def open_engines(config: EngineConfig) -> tuple[LLM, LLM]:
     return LLM.over(config, loading.load(config)), LLM.over(config, loading.load(config))
 
 
+def measured(config: EngineConfig, text: str, own: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Return the measurements of `compare` for each kind of text and number of streams.  Raises OperatorError."""
+    found: dict[str, dict[str, float]] = {}
+    llms = open_engines(config)
+    encode = load_tokenizer(str(hf.find(config.model))).encode
+    compare(llms, [[encode(text[:RAMP_PART])]] * 2, 1.0, own.new)  # so that step times are measured
+    for kind in own.kinds:
+        prompt_of, temperature = TEXTS[kind]
+        for streams in [own.ramp] if kind == "ramp" else own.streams:
+            size = RAMP_PART if kind == "ramp" else own.part * FULL_PARTS // max(FULL_PARTS, streams)
+            prompts = [encode(prompt_of(part)) for part in parts_of(text, size, own.rounds * streams)]
+            rounds = [prompts[first :: own.rounds] for first in range(own.rounds)]
+            label = f"{kind}, {streams} streams"
+            found[label] = compare(llms, rounds, temperature, own.new, ramp=kind == "ramp")
+            say(f"{label}: {found[label]}")
+    for llm in llms:
+        llm.close()
+    return found
+
+
 def main(argv: list[str]) -> int:
     """2 with one line on stderr when the model can't be loaded, the text is too short, or a text differs."""
     name = "python -m quire.loadtest.studies drafting"
@@ -263,32 +297,20 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--part", type=int, default=1200)
     parser.add_argument("--ramp", type=int, default=256)
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     parser.add_argument("--name", type=machine.result_name)
     own, rest = parser.parse_known_args(argv)
     if own.rounds % 2 or own.rounds < 2:
         parser.error(f"--rounds is {own.rounds}, it must be even")
     config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
     text = "\n\n".join(path.read_text(encoding="utf-8") for path in own.text)
-    found: dict[str, dict[str, float]] = {}
     try:
-        llms = open_engines(config)
-        encode = load_tokenizer(str(hf.find(config.model))).encode
-        compare(llms, [[encode(text[:RAMP_PART])]] * 2, 1.0, own.new)  # so that step times are measured
-        for kind in own.kinds:
-            prompt_of, temperature = TEXTS[kind]
-            for streams in [own.ramp] if kind == "ramp" else own.streams:
-                size = RAMP_PART if kind == "ramp" else own.part * FULL_PARTS // max(FULL_PARTS, streams)
-                prompts = [encode(prompt_of(part)) for part in parts_of(text, size, own.rounds * streams)]
-                rounds = [prompts[first :: own.rounds] for first in range(own.rounds)]
-                label = f"{kind}, {streams} streams"
-                found[label] = compare(llms, rounds, temperature, own.new, ramp=kind == "ramp")
-                say(f"{label}: {found[label]}")
-        for llm in llms:
-            llm.close()
+        with step_clock(own.clock):
+            found = measured(config, text, own)
     except OperatorError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
-    figures = {"model": config.model, "texts": found}
+    figures = {"model": config.model, "clock": own.clock, "texts": found}
     if own.name:
         machine.write(own.name, " ".join([name, *argv]), figures)
     print(msgspec.json.encode({**machine.describe(), **figures}).decode())
