@@ -56,15 +56,19 @@ def device_kind(config: EngineConfig) -> str:
     return auto if config.device == "auto" else config.device
 
 
-def why_no_drafts(config: EngineConfig, kind: str, recurrent: bool = False, dependence: str = "") -> str:
+def why_no_drafts(config: EngineConfig, kind: str, rollbacks: int | None = None, dependence: str = "") -> str:
     """Return why sequences use no drafts (speculative decoding) on a device, "cpu" or "cuda"; empty: they use drafts.
 
-    `recurrent`: the model has layers whose state cannot be rolled back to the last accepted token.  `dependence`: why a
-    token's logits depend on the rest of its step, so that drafts could change a text at a near-tie; empty: they do not.
-    Raises ModelLoadError if `drafts` is on and not supported."""
+    `rollbacks`: states to which recurrent layers can roll back; None: the model has no such layers.  `dependence`: why
+    a token's logits depend on the rest of its step, so that drafts could change a text at a near-tie; empty: they do
+    not.  Raises ModelLoadError if `drafts` is on and not supported."""
     if config.drafts == "off":
         return "--drafts is off"
-    why = "the model has recurrent layers" if recurrent else ""
+    why = ""
+    if rollbacks is not None and kind != "cpu":
+        why = "recurrent layers draft on a CPU only"
+    elif rollbacks == 0:
+        why = "no recurrent state is left to roll back to: raise state_memory_gib, or lower max_seqs"
     if config.tensor_parallel > 1:
         why = f"tensor_parallel is {config.tensor_parallel}"
     if config.drafts == "auto":
@@ -72,7 +76,7 @@ def why_no_drafts(config: EngineConfig, kind: str, recurrent: bool = False, depe
             return why or "a GPU needs --drafts on"
         return why or (f"logits depend on the rest of a step, {dependence}" if dependence else "")
     if why:
-        raise ModelLoadError(f"drafts is on and {why}: drafts are computed by one rank; turn drafts off")
+        raise ModelLoadError(f"drafts is on and {why}; turn drafts off")
     return ""
 
 
@@ -154,8 +158,8 @@ class LocalExecutor:
             tile_tokens=tile_tokens(model.module),
             **self._worker.state_facts(),
         )
-        no_drafts = why_no_drafts(config, kind, self.info.state_bytes > 0, dependence)
-        self.drafter = open_drafter(self.max_seqs, no_drafts)
+        rollbacks = self.info.draft_tokens if self.info.state_bytes else None
+        self.drafter = open_drafter(self.max_seqs, why_no_drafts(config, kind, rollbacks, dependence))
         self.blocks, self.host_blocks = self._worker.blocks, self._worker.swap.host_blocks
         self.swap_bytes_per_s = self._worker.swap.measure()
         self.start_parts = {

@@ -156,7 +156,7 @@ class Worker:
             self._graphs.postpone()
         elif has_graphs:
             self._graphs.capture()
-        if self.draft_tokens:
+        if self._gpu and self.draft_tokens:
             self._launches.warm_drafts(vocab_size)
         self.graphs_s = time.monotonic() - started  # seconds of graph capture at the start
 
@@ -167,8 +167,8 @@ class Worker:
             return None, max_seqs
         available = cache_bytes(self.device, kv_memory_gib=config.kv_memory_gib, cpu_budget=memory.kv)
         sizes = {"state_bytes": state_bytes(model.states, model.dtype), "max_seqs": max_seqs, "memory": available}
-        division = divide_states(config, **sizes)
-        where = model.dtype, self.device
+        division = divide_states(config, **sizes, drafts=config.drafts != "off" and not self._gpu)
+        where = model.dtype, self.device, division.rollbacks
         return States(model.states, division.slots, division.checkpoints, *where), division.slots
 
     def _divide_memory(self) -> HostMemory:
@@ -283,7 +283,11 @@ class Worker:
 
     @property
     def draft_tokens(self) -> int:
-        """Maximum drafts of a step on a GPU, where the memory plan counts their logits; 0: no limit, or no drafts."""
+        """Maximum drafts of a step; 0: no limit, or no drafts.
+
+        On a GPU the memory plan counts their logits.  With recurrent layers each needs a state to roll back to."""
+        if self._states is not None:
+            return self._states.rollback.places
         return MAX_DRAFTS if self._gpu and self._config.drafts == "on" else 0
 
     @property
@@ -324,6 +328,8 @@ class Worker:
         all_collected: all earlier steps are collected, so the step's masks are computed now; if not, call
         `begin_masks`."""
         samplers, batch = self._samplers, self._batch
+        if self._states is not None:
+            plan = self._states.rollback.prepare(plan)
         self._look_ahead = plan.look_ahead
         self._outputs.start()
         for slot in plan.freed_slots:
@@ -389,6 +395,8 @@ class Worker:
         if launched.sample is not None:
             self._samplers.fill_masks()
             verified = launched.sample()
+            if verified is not None and self._states is not None:  # on a CPU: the counts are on the host
+                self._states.settle(verified.counts())
         return self._pending(launched, launched.logits, verified)
 
     def collect(self, pending: Pending) -> StepResult:

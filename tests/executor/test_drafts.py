@@ -38,6 +38,7 @@ NEW = 40  # tokens of an answer
 def open_llm(directory: Path, dtype: str = "float32", **options: Any) -> LLM:
     chosen: dict[str, Any] = {
         "drafts": "off",
+        "deterministic": True,
         "kv_blocks": 256,
         "block_size": 8,
         "threads": 1,
@@ -46,7 +47,6 @@ def open_llm(directory: Path, dtype: str = "float32", **options: Any) -> LLM:
     config = EngineConfig(
         model=str(directory),
         dtype=dtype,  # type: ignore[arg-type]
-        deterministic=True,
         poison_free_blocks=True,
         check_books=True,
         **chosen,
@@ -417,13 +417,19 @@ def test_drafts_of_the_drafter_change_no_token_and_find_repetitions(checkpoint: 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "recurrent", "why"), [(2, False, "tensor_parallel is 2"), (1, True, "recurrent layers")]
+    ("ranks", "kind", "rollbacks", "why"),
+    [
+        (2, "cpu", None, "tensor_parallel is 2"),
+        (1, "cpu", 0, "no recurrent state is left to roll back to"),
+        (1, "cuda", 0, "recurrent layers draft on a CPU only"),
+    ],
 )
-def test_what_cannot_draft_is_refused_by_name(ranks: int, recurrent: bool, why: str) -> None:
-    assert why in why_no_drafts(EngineConfig(drafts="auto", tensor_parallel=ranks), "cpu", recurrent)
+def test_what_cannot_draft_is_refused_by_name(ranks: int, kind: str, rollbacks: int | None, why: str) -> None:
+    assert why in why_no_drafts(EngineConfig(drafts="auto", tensor_parallel=ranks), kind, rollbacks)
     with pytest.raises(ModelLoadError, match=why):
-        why_no_drafts(EngineConfig(drafts="on", tensor_parallel=ranks), "cpu", recurrent)
-    assert not why_no_drafts(EngineConfig(drafts="on"), "cpu")
+        why_no_drafts(EngineConfig(drafts="on", tensor_parallel=ranks), kind, rollbacks)
+    assert not why_no_drafts(EngineConfig(drafts="on"), kind)
+    assert not why_no_drafts(EngineConfig(drafts="on"), "cpu", 4)
 
 
 def test_drafts_are_on_where_they_change_no_text() -> None:

@@ -3,7 +3,7 @@
     conv[layer]        [places, taps - 1, channels]       dtype of the model    the newest inputs of a convolution
     recurrent[layer]   [places, heads, keys, values]      float32               the state of a linear recurrence
                           |
-                          └ place: 0 .. max_seqs - 1 are the live states of the slots, the others are checkpoints
+                          └ place: the live states of the slots, then the checkpoints, then states to roll back to
 
 A step updates the live states in place.  A checkpoint is a copy of one place to another in all layers.  On a GPU copies
 are launches in the order of steps, so a plan may copy the state that the step in flight will leave.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from quire.engine.core.plan import StepPlan
 from quire.engine.executor import ops
 from quire.engine.executor.errors import NotEnoughMemory
 from quire.engine.executor.kv_cache import GIB, Caches, LayerState
+from quire.engine.executor.models.recurrent.rollback import Rollback
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +53,21 @@ class States:
     """The state tensors of all layers."""
 
     def __init__(
-        self, shapes: Sequence[StateShape], slots: int, checkpoints: int, dtype: torch.dtype, device: torch.device
+        self,
+        shapes: Sequence[StateShape],
+        slots: int,
+        checkpoints: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        rollbacks: int = 0,
     ) -> None:
-        """Allocate zero states: per layer a live state of each slot, then the checkpoints.  Raises NotEnoughMemory."""
+        """Allocate zero states: per layer a live state of each slot, then the checkpoints, then states to roll back to.
+
+        Raises NotEnoughMemory."""
         self.layers: dict[int, LayerState] = {}
         self._slots, self._checkpoints, self._each = slots, checkpoints, state_bytes(shapes, dtype)
-        places = slots + checkpoints
+        self._places = places = slots + checkpoints + rollbacks
+        self.rollback = Rollback(slots, checkpoints, rollbacks)
         try:
             for shape in shapes:
                 recurrent = None
@@ -75,7 +85,7 @@ class States:
     @property
     def bytes(self) -> int:
         """Bytes of all states."""
-        return (self._slots + self._checkpoints) * self._each
+        return self._places * self._each
 
     def facts(self) -> dict[str, int]:
         """Return the fields of `ModelInfo` about states."""
@@ -87,6 +97,8 @@ class States:
             "memory for sequences: %.1f MiB of KV cache, %d live states and %d checkpoints of %.2f MiB each (%.1f MiB)",
             *(kv_bytes / MIB, self._slots, self._checkpoints, self._each / MIB, self.bytes / MIB),
         )
+        if self.rollback.places:
+            log.info("%d more states are set aside to roll back refused drafts", self.rollback.places)
 
     def begin_step(self, plan: StepPlan) -> None:
         """Before a step computes: save its plan's checkpoints of decoding slots, and set the first state of started
@@ -98,6 +110,10 @@ class States:
     def end_step(self, plan: StepPlan) -> None:
         """After a step has computed: copy the parent's state to each fork of its plan."""
         self.copy([(fork.parent, fork.slot) for fork in plan.forks])
+
+    def settle(self, accepted: Mapping[int, int]) -> None:
+        """After a step has sampled: restore the states before refused drafts.  accepted: drafts accepted, by slot."""
+        self.copy(self.rollback.copies(accepted))
 
     def clear(self, places: list[int]) -> None:
         """Zero these places: the state of a sequence without tokens."""
