@@ -12,6 +12,7 @@ from hashlib import blake2b
 
 from quire.engine.core.beams import BeamSearch
 from quire.engine.core.plan import Sampler, StepPlan, StepResult, WindowGroup
+from quire.engine.executor.models.recurrent.rollback import Rollback
 from quire.engine.wire.messages import Beams, TokenLogprob
 
 VOCAB = 50
@@ -61,6 +62,9 @@ def reference(prompt: list[int], seed: int, sibling: int, limit: int, stops: fro
     return tokens[len(prompt) :]
 
 
+ROLLBACKS = 9  # drafts of a step, with recurrent state: fewer than two long ones
+
+
 class StepFails(Exception):
     """A step computed a request that no step can compute."""
 
@@ -88,8 +92,10 @@ class OracleExecutor:
         # Per window group, by slot: block by table index.
         self.window_tables: list[dict[int, dict[int, int]]] = [{} for _ in windows]
         self.recurrent = checkpoints is not None
-        # The state of a slot: every token that it has taken in.  Behind the slots are the checkpoints.
-        self.states: list[list[int] | None] = [None] * (max_seqs + (checkpoints or 0))
+        # The state of a slot: every token that it has taken in.  Behind the slots are the checkpoints, then the states
+        # that slots with refused drafts return to.
+        self.rollback = Rollback(max_seqs, checkpoints or 0, ROLLBACKS if self.recurrent else 0)
+        self.states: list[list[int] | None] = [None] * (max_seqs + (checkpoints or 0) + self.rollback.places)
         host_blocks += sum(group.host_blocks for group in windows)
         self.host: list[list[int | None] | None] = [None] * host_blocks  # content; None: free
         self.size = block_size
@@ -118,6 +124,8 @@ class OracleExecutor:
 
     def collect(self) -> StepResult:
         plan, before = self.plans.popleft(), list(self.kv)
+        if self.recurrent:
+            plan = self.rollback.prepare(plan)
         self._begin_states(plan)
         self._move_blocks(plan)
         self._change_tables(plan)
@@ -131,6 +139,8 @@ class OracleExecutor:
                     self.states[self.max_seqs + checkpoint] = None
                 raise StepFails
         slots, sampled, accepted = [], [], self._accept(plan, samplers, ends)
+        for source, slot in self.rollback.copies(accepted) if self.recurrent else []:
+            self.states[slot] = self.states[source]
         for slot, sampler in samplers.items():
             token = next_token(self.context(slot, ends[slot]), sampler.sampling.seed, sampler.sibling)
             slots.append(slot)

@@ -98,6 +98,7 @@ class Rig:
         self.core = Scheduler(self.pool, self.limits, self.host, self.step_cost, states, self._windows)
         self.core.drafts.drafter, self.core.drafts.policy = self._drafter, AllDrafts()
         self.executor = OracleExecutor(blocks, size, max_seqs, depth, host_blocks, self._checkpoints, self._windows)
+        self.core.drafts.max_drafts = self.executor.rollback.places
         self.executor.bad = self._bad
         self.decoding: set[int] = set()  # slots that decode after the last plan, by the plans alone
         self.loaded: dict[int, str] = {}  # adapter slots, likewise

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import rule
+from hypothesis.stateful import initialize, rule
 
 from quire.engine.core.blocks import AccountingError
 from quire.engine.core.drafts import may_draft
@@ -16,6 +16,7 @@ from quire.engine.core.plan import DRAFT_SOURCES, StepResult
 from quire.engine.core.policy.drafts import DraftController
 from quire.engine.core.sequence import State
 from quire.engine.wire.messages import Beams, Generate, Sampling
+from quire.loadtest.studies.baselines import MODES
 from tests.core.drafters import GuessingDrafter
 from tests.core.machine import SchedulerMachine
 from tests.core.oracle import EOS, FORCED, VOCAB, next_token, reference
@@ -82,6 +83,23 @@ class DraftingWindowMachine(WindowMachine):
 
 TestDraftingWindowMachine = DraftingWindowMachine.TestCase
 TestDraftingWindowMachine.settings = settings(max_examples=examples(25), stateful_step_count=40, deadline=None)
+
+
+class DraftingStateMachine(DraftingMachine):
+    """The same with recurrent state: refused drafts leave none of it behind, in slots, checkpoints and paused
+    sequences."""
+
+    refused = "not supported for models with recurrent state"  # beams
+
+    @initialize(checkpoints=st.sampled_from([0, 3, 40]), admission=st.sampled_from(MODES), caching=st.booleans())
+    def choose(self, checkpoints: int, admission: str, caching: bool) -> None:
+        sizes: dict[str, Any] = {"blocks": 18, "size": 4, "max_seqs": 5, "step_tokens": 16, "chunk_tokens": 7}
+        self.rig = Rig(**sizes, admission=admission, caching=caching, checkpoints=checkpoints, bad=2)
+        self.equip()
+
+
+TestDraftingStateMachine = DraftingStateMachine.TestCase
+TestDraftingStateMachine.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize("right", [0, 1, 3, 6])
