@@ -169,7 +169,7 @@ async def test_every_event_is_a_place_to_go_on_from(
         expected = merged(whole)
         ids = [event_id for event_id, _ in whole]
         assert len(set(ids)) == len(ids)
-        assert len(ids) > 5
+        assert len(ids) >= 3  # as few, if all tokens arrive together
         for at, event_id in enumerate(ids[:-1]):
             rest = await events(other.session, path, body, **{"Last-Event-ID": event_id})
             assert merged(whole[: at + 1] + rest) == expected, event_id
@@ -224,7 +224,7 @@ async def test_who_may_come_back_and_to_what(
         await settled(lambda: bool(served.streams.fleet.engines))
         body = {"model": "tiny", "prompt": "a", "max_tokens": 9, "stream": True, "stream_options": IDS}
         found = await events(session, "/v1/completions", body, **mine)
-        last = found[3][0]
+        last = found[0][0]
         request_id = last.partition(":")[0]
         address = f"/v1/streams/{request_id}"
         assert merged(await events(session, address, None, **mine)) == merged(found)
