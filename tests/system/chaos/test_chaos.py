@@ -51,10 +51,10 @@ async def test_no_fault_loses_or_repeats_a_token(tmp_path: Path) -> None:
 
 def test_a_schedule_is_its_seed_and_brings_every_kind_before_any_again() -> None:
     def kinds(seed: int) -> list[Fault]:
-        return [fault for each in itertools.islice(schedule(list(KINDS), seed, 2), 40) for fault in each]
+        return [fault for each in itertools.islice(schedule(list(KINDS), seed, 2), 4 * len(KINDS)) for fault in each]
 
     assert kinds(3) == kinds(3) != kinds(4)
-    for at in range(0, 33, len(KINDS)):
+    for at in range(0, 3 * len(KINDS), len(KINDS)):
         assert {fault.kind for fault in kinds(3)[at : at + len(KINDS)]} == KINDS.keys()
 
 
