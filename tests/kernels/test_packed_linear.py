@@ -63,7 +63,7 @@ def test_what_does_not_fit_is_refused(kind: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_tile_of_rows_is_that_of_the_kernel(dtype: torch.dtype) -> None:
     """Drafts are counted by it.  The source of the kernel names it for 16 lanes, for 8, and for fewer."""
-    source = (Path(__file__).parents[2] / "csrc/cpu/product.cpp").read_text(encoding="utf-8")
+    source = (Path(__file__).parents[2] / "csrc/cpu/product_rows.h").read_text(encoding="utf-8")
     found = re.search(r"kRows = kLanes == 16 \? (\d+) : kLanes == 8 \? (\d+) : (\d+);", source)
     assert found is not None
     columns, _ = ops.packed_layout(dtype)

@@ -14,7 +14,7 @@ from quire.engine.executor.ops.layers import rms_norm
 from quire.engine.executor.ops.layers import silu_mul as _silu_mul
 
 AMX_ROWS = 16  # rows of a matrix tile
-PRODUCT_ROWS = {16: 12, 8: 5}  # vector lanes -> kRows of csrc/cpu/product.cpp; 4 for other lanes
+PRODUCT_ROWS = {16: 12, 8: 5}  # vector lanes -> kRows of csrc/cpu/product_rows.h; 4 for other lanes
 
 
 @dataclass(frozen=True)
