@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.engine.adapters.counts import AdapterCounts
+from quire.engine.commands import Command, Inbox, Returned, request_of
 from quire.engine.executor.grammar_store import HeldAdapters
 from quire.engine.gate import Gate
-from quire.engine.orders import Inbox, Order, Returned, request_of
 from quire.engine.wire.clock import steady_ms
 from quire.engine.wire.messages import Generate
 
@@ -36,21 +36,21 @@ class AdapterGate(Gate):
         """Return counts of adapters in host memory and of loads."""
         return AdapterCounts() if self._adapters is None else self._adapters.counts
 
-    def drain(self, wait_s: float) -> list[Order]:
-        orders = super().drain(wait_s)
+    def drain(self, wait_s: float) -> list[Command]:
+        commands = super().drain(wait_s)
         if self._adapters is not None or not self._returns:
-            return orders
-        return [self._left(order) for order in orders]
+            return commands
+        return [self._left(command) for command in commands]
 
-    def _left(self, order: Order) -> Order:
-        """Return the order, or for a request with an adapter the order to return it to the queue."""
-        request = request_of(order)
-        return order if request is None or not request.adapter else Returned(request, UNSUPPORTED)
+    def _left(self, command: Command) -> Command:
+        """Return the command, or for a request with an adapter the command to return it to the queue."""
+        request = request_of(command)
+        return command if request is None or not request.adapter else Returned(request, UNSUPPORTED)
 
-    def end(self, order: Order, request: Generate, fault: str) -> Order:
+    def end(self, command: Command, request: Generate, fault: str) -> Command:
         if self._returns and self._adapters is not None and self._adapters.is_missing(self.need(request)):
             return Returned(request, fault)
-        return super().end(order, request, fault)
+        return super().end(command, request, fault)
 
     def need(self, request: Generate) -> str:
         return f"{request.adapter}={request.adapter_path}" if request.adapter else ""

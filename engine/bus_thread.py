@@ -1,10 +1,10 @@
-"""The bus thread: syncs with Redis, and is the inbox and outbox of an Engine.  An *order* is a control message to the
+"""The bus thread: syncs with Redis, and is the inbox and outbox of an Engine.  A *command* is a control message to the
 engine: a request, an abort, a reset of the prefix cache.
 
-    Redis <==sync==> BusThread ==orders==> drain()   the loop's thread
+    Redis <==sync==> BusThread ==commands==> drain()   the loop's thread
                                    <=outputs== put()
 
-The two threads pass orders and outputs through queues, so a slow Redis never delays a step, and a long step never
+The two threads pass commands and outputs through queues, so a slow Redis never delays a step, and a long step never
 delays the renewal of the lease.
 """
 
@@ -23,12 +23,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from quire.engine.commands import Command, Report, ResetPrefixCache, Resume, merged, on_own_clock, without
 from quire.engine.config import EngineConfig
 from quire.engine.core.limits import Outputs
 from quire.engine.observers.metrics import Telemetry
 from quire.engine.observers.pool_state import PoolPublisher
 from quire.engine.observers.prefix_reports import PromptBacklog
-from quire.engine.orders import Order, Report, ResetPrefixCache, Resume, merged, on_own_clock, without
 from quire.engine.wire.engine_side import EngineSide
 from quire.engine.wire.layout import STALE_MS
 from quire.engine.wire.link import BusDown
@@ -79,7 +79,7 @@ class BusThread:
         self.relieved, self.queued = False, 0  # see Inbox
         self._config = config
         self._telemetry = telemetry or Telemetry(config.engine_id)
-        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._outputs: deque[tuple[Outputs, int]] = deque()  # (outputs, number of requests dropped by the loop by then)
         # Reassigned requests for which the loop may still publish tokens, because it has not processed the abort yet:
         # id -> sequence number of the reassignment.  These tokens must not be sent: the engine has a new lease, and may
@@ -128,16 +128,16 @@ class BusThread:
                 self._loop.call_soon_threadsafe(self._serving.cancel)
             self._thread.join()
 
-    def drain(self, wait_s: float) -> list[Order]:
+    def drain(self, wait_s: float) -> list[Command]:
         if self._failure is not None:
             raise self._failure
-        orders: list[Order] = []
+        commands: list[Command] = []
         try:
-            orders.append(self._orders.get(timeout=wait_s) if wait_s else self._orders.get_nowait())
+            commands.append(self._commands.get(timeout=wait_s) if wait_s else self._commands.get_nowait())
             while True:
-                orders.append(self._orders.get_nowait())
+                commands.append(self._commands.get_nowait())
         except queue.Empty:
-            return orders
+            return commands
 
     @property
     def full(self) -> bool:
@@ -344,13 +344,13 @@ class BusThread:
         )
 
     def _pass_on(self, reply: SyncReply, bus: EngineSide) -> None:
-        """Queue the orders of a reply for the loop."""
+        """Queue the commands of a reply for the loop."""
         for request_id in reply.reassigned:  # before the claims, which may contain the same request again
             self._losses += 1
             self._lost[request_id] = self._losses
-            self._orders.put(Abort(request_id, reassigned=True))
+            self._commands.put(Abort(request_id, reassigned=True))
         if reply.reset_prefix_cache:  # before the claims, which must not hit blocks cached before the reset
-            self._orders.put(ResetPrefixCache())
+            self._commands.put(ResetPrefixCache())
         for request in reply.generates:
             request = on_own_clock(request, bus.clock)
             self._claims += 1
@@ -359,7 +359,7 @@ class BusThread:
             self._claimed.append((self._claims, tokens))
             self._backlog.add(request.id, max(0, tokens - reply.claim(request.id).held_tokens))
             known = [logged.token_ids if logged.finish is None else None for logged in so_far]
-            self._orders.put(Resume(request, known) if known else request)
+            self._commands.put(Resume(request, known) if known else request)
         for abort in reply.aborts:
-            self._orders.put(abort)
+            self._commands.put(abort)
         self._backlog.remove(reply.reassigned)

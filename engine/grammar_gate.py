@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from quire.engine.commands import Inbox
 from quire.engine.executor.grammar_store import GrammarCounts, HeldGrammars
 from quire.engine.gate import Gate
-from quire.engine.orders import Inbox
 from quire.engine.wire.clock import steady_ms
 from quire.engine.wire.messages import Generate
 

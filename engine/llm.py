@@ -19,12 +19,12 @@ from tqdm import tqdm
 
 from quire.engine.adapters.files import digest_of
 from quire.engine.adapters.names import adapter_id
+from quire.engine.commands import LocalBox
 from quire.engine.config import EngineConfig
 from quire.engine.executor import loading
 from quire.engine.executor.base import Executor
 from quire.engine.executor.models import hf
 from quire.engine.loop import Engine
-from quire.engine.orders import LocalBox
 from quire.engine.tokenizers.files import load_tokenizer
 from quire.engine.wire.messages import FOREVER_MS, Abort, Beams, Delta, FinishReason, Generate, Sampling, TokenLogprob
 
@@ -106,7 +106,7 @@ class LLM:
             request = msgspec.structs.replace(request, adapter=adapter.id(), adapter_path=adapter.path)
         completion = self.unfinished[request.id] = Completion(ids, [Output() for _ in range(n)])
         self._open_outputs[request.id] = n
-        self._box.orders.append(request)
+        self._box.commands.append(request)
         return completion
 
     def step(self) -> None:
@@ -152,8 +152,8 @@ class LLM:
 
     def cancel(self) -> None:
         """Cancel every unfinished request."""
-        self._box.orders += [Abort(request) for request in self.unfinished]
-        while not self.engine.core.idle or self._box.orders:
+        self._box.commands += [Abort(request) for request in self.unfinished]
+        while not self.engine.core.idle or self._box.commands:
             self.step()
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from copy import copy
 
 from quire.engine.adapter_gate import AdapterGate
+from quire.engine.commands import Inbox, Outbox, Report, Resume, Returned, StepCosts, request_of
 from quire.engine.common.errors import OperatorError
 from quire.engine.config import EngineConfig
 from quire.engine.core.blocks import BlockPool, HostPool
@@ -38,14 +39,13 @@ from quire.engine.observers.accounting_checks import AccountingChecks
 from quire.engine.observers.canary import Canary
 from quire.engine.observers.load_report import LoadReport
 from quire.engine.observers.turn_record import Observer, TurnRecord
-from quire.engine.orders import Inbox, Outbox, Report, Resume, Returned, StepCosts, request_of
 from quire.engine.wire.clock import steady_ms
 from quire.engine.wire.messages import Abort
 
 log = logging.getLogger("quire.engine")
 
-IDLE_S = 0.5  # maximum wait of an idle engine for orders (control messages); an order ends the wait at once
-FULL_S = 0.05  # maximum wait for orders while the outbox is full
+IDLE_S = 0.5  # maximum wait of an idle engine for commands (control messages); a command ends the wait at once
+FULL_S = 0.05  # maximum wait for commands while the outbox is full
 
 
 class ConfigError(OperatorError):
@@ -100,7 +100,7 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
 
 
 class Engine:
-    """Turns orders (control messages) into tokens, one step at a time."""
+    """Turns commands (control messages) into tokens, one step at a time."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Engine:
             self.turn(0.0 if at_once else IDLE_S if self._idle else FULL_S if self._outbox.full else 0.0)
 
     def turn(self, wait_s: float = 0.0) -> None:
-        """Run one step.  `wait_s`: how long to wait for the first order."""
+        """Run one step.  `wait_s`: how long to wait for the first command."""
         record = self._accept(wait_s)
         self._plan(record)
         self._run(record)
@@ -156,23 +156,23 @@ class Engine:
         self._observe(record)
 
     def _accept(self, wait_s: float) -> TurnRecord:
-        """Pass new orders to the scheduler, as many as one turn takes."""
+        """Pass new commands to the scheduler, as many as one turn takes."""
         arrived = self._inbox.drain(0.0 if self._intake else wait_s)
         self.core.claims.queued = self._inbox.queued
         now = time.monotonic()
-        orders = self._intake.apply(arrived)
-        for order in orders:
-            if request_of(order) is not None:
+        commands = self._intake.apply(arrived)
+        for command in commands:
+            if request_of(command) is not None:
                 self._accepted += 1
-            elif isinstance(order, Abort) and order.reassigned:
+            elif isinstance(command, Abort) and command.reassigned:
                 self._dropped += 1
-            if isinstance(order, Resume):
+            if isinstance(command, Resume):
                 self._behind_since = self._behind_since or now
         return TurnRecord(
             marks=[now, time.monotonic()],
             unix_ms=steady_ms(),
             was_idle=self._idle,
-            orders=orders,
+            commands=commands,
             queued=self.core.claims.queued,
             totals=self.core.report.totals,
             canary=self.canary.counts,
@@ -241,7 +241,7 @@ class Engine:
         record.load = self._load.describe(core, now, draining=record.draining, queued=record.queued > 0, gated=gated)
         record.outputs = core.outputs()
         self.canary.take(record.outputs)
-        record.outputs.returned = {one.request.id: one.why for one in record.orders if isinstance(one, Returned)}
+        record.outputs.returned = {one.request.id: one.why for one in record.commands if isinstance(one, Returned)}
         for gate in gates:
             gate.ended(record.outputs.finished)
         record.last_step, record.last_committed = core.step, core.committed

@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
+from quire.engine.commands import LocalBox
 from quire.engine.config import EngineConfig
 from quire.engine.core.accounting import PART_BLOCKS
 from quire.engine.core.blocks import AccountingError
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor
 from quire.engine.loop import Engine
 from quire.engine.observers.accounting_checks import BUSY_EVERY_S, MAX_SHARE, AccountingChecks
-from quire.engine.orders import LocalBox
 from quire.engine.wire.messages import Generate, Sampling
 
 INFO = ModelInfo("tiny", "f" * 32, 100, 4096, [0], 0)
@@ -44,7 +44,7 @@ class Busy:
             return self.part()
 
         core.auditor.part = part  # type: ignore[method-assign]
-        box.orders.append(Generate("r", "g", [5, 6, 7], 4000, Sampling(ignore_eos=True), FOREVER_MS))
+        box.commands.append(Generate("r", "g", [5, 6, 7], 4000, Sampling(ignore_eos=True), FOREVER_MS))
 
     def run(self, seconds: float) -> None:
         end = self.now + seconds

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 
+from quire.engine.commands import Command, LocalBox
 from quire.engine.config import EngineConfig
 from quire.engine.core.plan import StepPlan, StepResult
 from quire.engine.executor.base import Executor, ModelInfo, ScriptedExecutor, StepError
@@ -21,7 +22,6 @@ from quire.engine.executor.local import LocalExecutor
 from quire.engine.loop import Engine
 from quire.engine.observers.canary import MAX_SHARE, NAME, QUIET_S, TAIL, TOLERANCE, Canary, difference
 from quire.engine.observers.metrics import Telemetry
-from quire.engine.orders import LocalBox, Order
 from quire.engine.wire.messages import FOREVER_MS, Delta, Generate, Sampling
 
 CONFIG = EngineConfig(
@@ -75,8 +75,8 @@ class Idle:
 
     def ask(self, tokens: list[int], count: int = 6) -> list[int]:
         self.tokens = []
-        self.box.orders.append(Generate(next(self.names), "g", tokens, count, GREEDY, FOREVER_MS))
-        while self.box.orders or not self.engine.core.idle:
+        self.box.commands.append(Generate(next(self.names), "g", tokens, count, GREEDY, FOREVER_MS))
+        while self.box.commands or not self.engine.core.idle:
             self.engine.turn()
         return self.tokens
 
@@ -291,7 +291,7 @@ class Orders(LocalBox):
         self.busy, self.left, self.clock = busy, turns, clock
         self.engine: Engine
 
-    def drain(self, wait_s: float) -> list[Order]:
+    def drain(self, wait_s: float) -> list[Command]:
         self.clock.now += 1.0
         self.left -= 1
         if self.left <= 0:
@@ -341,7 +341,7 @@ class Crowd(LocalBox):
             self.seen[1] += 1
             self.open -= 1
 
-    def drain(self, wait_s: float) -> list[Order]:
+    def drain(self, wait_s: float) -> list[Command]:
         self.clock.now += TURN_S
         self.turn += 1
         self.at.get(self.turn, lambda: None)()

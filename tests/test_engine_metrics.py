@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.engine.commands import Command, LocalBox, Resume
 from quire.engine.common.tracing import Tracing
 from quire.engine.config import EngineConfig
 from quire.engine.core.limits import Totals
@@ -26,7 +27,6 @@ from quire.engine.observers.load_report import LoadReport
 from quire.engine.observers.metrics import Telemetry
 from quire.engine.observers.metrics_vllm import VLLM_TABLE
 from quire.engine.observers.turn_record import PHASES, TurnRecord
-from quire.engine.orders import LocalBox, Order, Resume
 from quire.engine.wire.messages import EngineLoad, Generate, Sampling
 from tests.core.drafters import AllDrafts, GuessingDrafter
 
@@ -61,9 +61,9 @@ class Traced:
         self.telemetry.describe_model(INFO, self.config)
         self.engine = Engine(self.config, executor, self.box, self.box, observers=[self.telemetry])
 
-    def run(self, *orders: Order) -> None:
-        self.box.orders += orders
-        while self.box.orders or not self.engine.core.idle:
+    def run(self, *commands: Command) -> None:
+        self.box.commands += commands
+        while self.box.commands or not self.engine.core.idle:
             self.engine.turn()
 
     def named(self, name: str) -> list[dict[str, Any]]:
@@ -204,7 +204,7 @@ def test_what_an_earlier_engine_began_goes_on_in_the_same_trace(traced: Traced) 
 def test_recording_takes_a_hundredth_of_a_step() -> None:
     """Of a short one: 1 ms.  On this thread's own clock, so that a busy machine does not matter; with traces off."""
     telemetry, load = Telemetry("e0"), EngineLoad("e0", "m", "f", 1, 1, 1, 1, 1, 1, 1, 1, 1, 1)
-    steps, best, rest = 2000, float("inf"), {"was_idle": False, "orders": [], "totals": Totals()}
+    steps, best, rest = 2000, float("inf"), {"was_idle": False, "commands": [], "totals": Totals()}
     marks = [float(i) for i in range(len(PHASES) + 1)]
     records = [
         TurnRecord(

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.engine.commands import Command, Refused, Report, Resume, request_of
 from quire.engine.config import EngineConfig
 from quire.engine.core.limits import Outputs
 from quire.engine.executor.base import ScriptedExecutor
@@ -21,7 +22,6 @@ from quire.engine.gate import POLL_S
 from quire.engine.grammar_gate import GrammarGate
 from quire.engine.llm import LLM
 from quire.engine.loop import Engine
-from quire.engine.orders import Order, Refused, Report, Resume, request_of
 from quire.engine.wire.messages import CONSTRAINT, FOREVER_MS, Abort, Delta, Finish, Generate, Sampling
 from tests.executor.test_grammar_store import Compiler, Matcher, store_of, work
 from tests.matrix import examples
@@ -32,13 +32,13 @@ class Box:
     relieved, queued = False, 3
 
     def __init__(self) -> None:
-        self.orders: list[Order] = []
+        self.commands: list[Command] = []
         self.waits: list[float] = []
 
-    def drain(self, wait_s: float) -> list[Order]:
+    def drain(self, wait_s: float) -> list[Command]:
         self.waits.append(wait_s)
-        orders, self.orders = self.orders, []
-        return orders
+        commands, self.commands = self.commands, []
+        return commands
 
 
 class Gate:
@@ -49,11 +49,11 @@ class Gate:
         self.store = store_of(self.compiler)
         self.gate = GrammarGate(self.box, self.store, lambda: self.now_ms, max_held_mib=max_held_mib)
 
-    def take(self, *orders: Order) -> list[Order]:
-        self.box.orders += orders
+    def take(self, *commands: Command) -> list[Command]:
+        self.box.commands += commands
         return self.gate.drain(0.5)
 
-    def work(self) -> list[Order]:
+    def work(self) -> list[Command]:
         work(self.store)
         return self.gate.drain(0.0)
 
@@ -88,9 +88,9 @@ def test_the_bytes_of_held_grammars_are_bounded(caplog: pytest.LogCaptureFixture
     """Beyond the bound requests wait without a grammar, tenants in turns; those whose grammar is held, or that have
     none, pass.  As requests end, each one gets its turn."""
     gate, started, peak = Gate(max_held_mib=12), list[str](), 0
-    orders = [request(f"loud{at}", large(f"{at}"), tenant="loud") for at in range(20)]
+    commands = [request(f"loud{at}", large(f"{at}"), tenant="loud") for at in range(20)]
     quiet, shared = request("quiet", large("q"), tenant="quiet"), request("shared", large("0"), tenant="other")
-    passed = gate.take(*orders, quiet, shared, request("plain"))
+    passed = gate.take(*commands, quiet, shared, request("plain"))
     assert [one.id for one in passed if isinstance(one, Generate)] == ["plain"]
     assert (gate.gate.waiting, gate.store.counts.held) == (22, 3)
     assert gate.gate.waiting_sequences == 22
@@ -100,7 +100,7 @@ def test_the_bytes_of_held_grammars_are_bounded(caplog: pytest.LogCaptureFixture
         peak = max(peak, gate.store.counts.held_bytes)
         started += running
         gate.gate.ended(running)
-    assert sorted(started) == sorted(one.id for one in (*orders, quiet, shared))
+    assert sorted(started) == sorted(one.id for one in (*commands, quiet, shared))
     assert started.index("quiet") <= 5  # among 22
     assert peak < 13 << 20  # the last one may exceed the bound, by 4 MiB less what was left
     assert gate.store.counts.held_bytes == 0
@@ -127,8 +127,8 @@ def test_held_bytes_are_the_sum_of_held_grammars(steps: list[tuple[str, int, str
     """And every request that was not aborted starts once, when all that run end."""
     gate, running, open_ids, started = Gate(max_held_mib=8), list[str](), set[str](), list[str]()
 
-    def note(orders: list[Order]) -> None:
-        for one in orders:
+    def note(commands: list[Command]) -> None:
+        for one in commands:
             if isinstance(one, Generate):
                 running.append(one.id)
                 started.append(one.id)
@@ -229,26 +229,26 @@ STEPS = st.lists(
 @given(STEPS)
 def test_every_order_passes_once(steps: list[tuple[str, int]]) -> None:
     """Whatever is compiled when, each request passes exactly once, with its grammar compiled or about to end."""
-    gate, passed, sent = Gate(), list[Order](), 0
+    gate, passed, sent = Gate(), list[Command](), 0
     done: dict[str, bool] = {}
 
-    def take(orders: list[Order]) -> None:
-        ends = {order.id for order in orders if isinstance(order, Abort)}
-        for order in orders:
-            one = request_of(order)
-            if one is not None and one.sampling.grammar and not isinstance(order, Refused):
+    def take(commands: list[Command]) -> None:
+        ends = {command.id for command in commands if isinstance(command, Abort)}
+        for command in commands:
+            one = request_of(command)
+            if one is not None and one.sampling.grammar and not isinstance(command, Refused):
                 late = one.deadline_ms <= gate.now_ms
                 assert one.id in ends or late or gate.store.done(one.sampling.grammar)
-        passed.extend(orders)
+        passed.extend(commands)
 
     for what, which in steps:
         if what == "take":
             deadline_ms = which if which % 2 else FOREVER_MS
             grammar = ["", "a", "b", "bad"][which % 4]
-            gate.box.orders.append(request(f"r{sent}", grammar, deadline_ms=deadline_ms, tenant=f"t{which % 3}"))
+            gate.box.commands.append(request(f"r{sent}", grammar, deadline_ms=deadline_ms, tenant=f"t{which % 3}"))
             sent += 1
         elif what in ("abort", "lose"):
-            gate.box.orders.append(Abort(f"r{which}", reassigned=what == "lose"))
+            gate.box.commands.append(Abort(f"r{which}", reassigned=what == "lose"))
         elif what == "late":
             gate.now_ms = max(gate.now_ms, which)
         elif what == "compile":
@@ -259,14 +259,14 @@ def test_every_order_passes_once(steps: list[tuple[str, int]]) -> None:
             take(gate.gate.drain(0.0))
     take(gate.gate.drain(0.0))
     take(gate.work())
-    ids = [one.id for order in passed if (one := request_of(order)) is not None]
+    ids = [one.id for command in passed if (one := request_of(command)) is not None]
     assert sorted(ids) == sorted(f"r{at}" for at in range(sent))
     assert gate.gate.waiting == gate.gate.waiting_tokens == 0
-    for at, order in enumerate(passed):
-        if isinstance(order, Abort) and order.id in ids:
+    for at, command in enumerate(passed):
+        if isinstance(command, Abort) and command.id in ids:
             earlier = [request_of(before) for before in passed[:at]]
             count = sum(one is not None for one in earlier)
-            assert order.id in ids[:count] or ids.index(order.id) >= count
+            assert command.id in ids[:count] or ids.index(command.id) >= count
     gate.gate.ended(ids)
     assert gate.store.counts.held == 0
 
@@ -395,7 +395,7 @@ def test_a_grammar_at_fault_is_the_request_s(checkpoint: Callable[[str], Path]) 
             deltas.extend(delta for some in outputs.deltas.values() for delta in some)
 
     engine = Engine(config, executor, box, Out())
-    box.orders += [request("bad", "start: nowhere", n=2), request("mate"), request("good", 'start: "x"')]
+    box.commands += [request("bad", "start: nowhere", n=2), request("mate"), request("good", 'start: "x"')]
     while len({delta.id for delta in deltas if delta.finish}) < 3:
         engine.turn()
     ends = [(delta.index, delta.finish) for delta in deltas if delta.id == "bad"]
@@ -422,12 +422,12 @@ def test_no_more_is_claimed_than_slots_wait_for_grammars(checkpoint: Callable[[s
 
     engine = Engine(config, executor, box, Out())
     engine._inbox = GrammarGate(box, GrammarStore(never, max_bytes=0, threads=0))
-    box.orders += [request(f"r{at}", f"g{at}") for at in range(30)]
+    box.commands += [request(f"r{at}", f"g{at}") for at in range(30)]
     engine.turn()
     assert reports[-1].free_requests == 2
     assert reports[-1].load.waiting == reports[-1].load.waiting_tokens == 30
     assert not engine._may_leave()
-    box.orders += [Abort(f"r{at}") for at in range(30)]
+    box.commands += [Abort(f"r{at}") for at in range(30)]
     engine.turn()
     engine.turn()
     assert reports[-1].free_requests == 32

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from quire.engine.bus_thread import BusThread
+from quire.engine.commands import LocalBox, Report
 from quire.engine.config import EngineConfig
 from quire.engine.core.limits import Event, Outputs
 from quire.engine.core.plan import StepPlan, StepResult
@@ -24,7 +25,6 @@ from quire.engine.loop import Engine
 from quire.engine.observers.measurements import STALLED_S
 from quire.engine.observers.metrics import Telemetry
 from quire.engine.observers.metrics_page import Page
-from quire.engine.orders import LocalBox, Report
 from quire.engine.process.hot_prefixes import MAX_TOKENS, WRITE_S, PrefixCounts, warm
 from quire.engine.wire.hot_prefix_store import MAX_BYTES, MAX_PREFIXES
 from quire.engine.wire.link import BusDown
@@ -124,8 +124,8 @@ class Bench:
     def ask(self, token_ids: list[int], *, salt: str = "", n: int = 1) -> str:
         name = f"r{next(self.names)}"
         sampling = Sampling(ignore_eos=True, seed=3)
-        self.box.orders.append(Generate(name, "g", token_ids, 2, sampling, 2**60, cache_salt=salt, n=n))
-        while self.box.orders or not self.engine.core.idle:
+        self.box.commands.append(Generate(name, "g", token_ids, 2, sampling, 2**60, cache_salt=salt, n=n))
+        while self.box.commands or not self.engine.core.idle:
             self.engine.turn()
         return name
 

@@ -1,4 +1,4 @@
-"""A burst of orders, or a reset of a large prefix cache, is taken in parts: no turn of the step loop is long."""
+"""A burst of commands, or a reset of a large prefix cache, is taken in parts: no turn of the step loop is long."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Literal
 
 import pytest
 
+from quire.engine.commands import Command, LocalBox, ResetPrefixCache, Resume, request_of
 from quire.engine.config import EngineConfig
 from quire.engine.core.plan_builder import MAX_SEARCHED
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor
-from quire.engine.intake import ORDER_TOKENS, RESET_BLOCKS, TURN_TOKENS, Intake
+from quire.engine.intake import COMMAND_TOKENS, RESET_BLOCKS, TURN_TOKENS, Intake
 from quire.engine.loop import Engine
 from quire.engine.observers.turn_record import TurnRecord
-from quire.engine.orders import LocalBox, Order, ResetPrefixCache, Resume, request_of
 from quire.engine.wire.messages import FOREVER_MS, Abort, Delta, Generate, Sampling
 
 BLOCK: Literal[16] = 16
@@ -37,9 +37,9 @@ class Watched:
     def observe(self, record: TurnRecord) -> None:
         self.records.append(record)
 
-    def run(self, orders: list[Order]) -> None:
-        """Take the orders, and turn until the engine is idle."""
-        self.box.orders += orders
+    def run(self, commands: list[Command]) -> None:
+        """Take the commands, and turn until the engine is idle."""
+        self.box.commands += commands
         self.engine.turn()
         while not self.records[-1].idle:
             self.engine.turn()
@@ -68,20 +68,20 @@ def words(number: int, count: int) -> list[int]:
         ),
     ],
 )
-def test_a_burst_is_accepted_in_parts_and_answered(make: Callable[[], list[Order]]) -> None:
+def test_a_burst_is_accepted_in_parts_and_answered(make: Callable[[], list[Command]]) -> None:
     """In one turn ten prompts of 131,000 tokens took 66 ms, and 1,024 resumed requests 93 ms."""
-    orders = make()
+    commands = make()
     engine = Watched(blocks=60_000)
-    engine.run(orders)
-    parts = [record.orders for record in engine.records if record.orders]
-    assert [order for part in parts for order in part] == orders
+    engine.run(commands)
+    parts = [record.commands for record in engine.records if record.commands]
+    assert [command for part in parts for command in part] == commands
     assert len(parts) > 1
     for part in parts:
-        requests = [request for order in part if (request := request_of(order)) is not None]
-        work = [ORDER_TOKENS + len(request.token_ids) for request in requests]
+        requests = [request for command in part if (request := request_of(command)) is not None]
+        work = [COMMAND_TOKENS + len(request.token_ids) for request in requests]
         assert sum(work[:-1]) < TURN_TOKENS
     assert set(engine.ended.values()) == {"length"}
-    assert len(engine.ended) == len(orders)
+    assert len(engine.ended) == len(commands)
 
 
 def test_a_plan_looks_up_a_bounded_number_of_cached_blocks() -> None:
@@ -98,7 +98,7 @@ def test_a_plan_looks_up_a_bounded_number_of_cached_blocks() -> None:
 
     engine.core.pool.lookup = counted  # type: ignore[method-assign]
     most, turns = 0, 0
-    engine.box.orders += [ask(f"r{at}", prompt) for at in range(200)]
+    engine.box.commands += [ask(f"r{at}", prompt) for at in range(200)]
     while turns == 0 or not engine.records[-1].idle:
         looked_up[0] = 0
         engine.engine.turn()
@@ -123,7 +123,7 @@ def test_a_large_cache_is_emptied_in_parts_before_what_follows() -> None:
     pool = engine.core.pool
     cached = [pool.idle]
     assert cached[0] > 2 * RESET_BLOCKS
-    engine.box.orders += [ResetPrefixCache(), ask("after", prompts[0])]
+    engine.box.commands += [ResetPrefixCache(), ask("after", prompts[0])]
     while "after" not in engine.core.requests:
         engine.engine.turn()
         cached.append(pool.idle)
@@ -135,10 +135,10 @@ def test_a_large_cache_is_emptied_in_parts_before_what_follows() -> None:
 def test_a_reset_ends_though_running_answers_fill_blocks() -> None:
     engine = Watched(blocks=30_000)
     engine.run([ask("r", words(1, 131_000)), ask("s", words(2, 131_000))])
-    engine.box.orders += [ask("long", words(3, 20), 4_000), ResetPrefixCache()]
+    engine.box.commands += [ask("long", words(3, 20), 4_000), ResetPrefixCache()]
     engine.engine.turn()
     turns = 0
-    while not any(isinstance(order, ResetPrefixCache) for order in engine.records[-1].orders):
+    while not any(isinstance(command, ResetPrefixCache) for command in engine.records[-1].commands):
         engine.engine.turn()
         turns += 1
     assert 1 <= turns <= 4
@@ -154,7 +154,7 @@ def test_an_abort_waits_behind_its_request() -> None:
 
 def test_a_draining_engine_answers_what_waits_in_its_intake() -> None:
     engine = Watched()
-    engine.box.orders += [ask(f"r{at}", words(at, 131_000)) for at in range(4)]
+    engine.box.commands += [ask(f"r{at}", words(at, 131_000)) for at in range(4)]
     engine.engine.draining = True
     engine.engine.run()
     assert len(engine.ended) == 4
@@ -165,7 +165,7 @@ def test_every_order_costs_some_of_a_turn() -> None:
     """Aborts of unknown requests are also bounded."""
     engine = Watched()
     intake = Intake(engine.core)
-    first = intake.apply([Abort(f"r{at}") for at in range(2 * TURN_TOKENS // ORDER_TOKENS)])
-    assert len(first) == len(intake) == TURN_TOKENS // ORDER_TOKENS
+    first = intake.apply([Abort(f"r{at}") for at in range(2 * TURN_TOKENS // COMMAND_TOKENS)])
+    assert len(first) == len(intake) == TURN_TOKENS // COMMAND_TOKENS
     assert len(intake.apply([])) == len(first)
     assert not intake

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from quire.engine.bus_thread import BusThread
+from quire.engine.commands import LocalBox, Report, ResetPrefixCache, Resume, merged
 from quire.engine.config import EngineConfig
 from quire.engine.core.blocks import DoubleFree
 from quire.engine.core.limits import Outputs
@@ -21,7 +22,6 @@ from quire.engine.llm import LLM
 from quire.engine.loop import ConfigError, Engine, build_scheduler
 from quire.engine.observers.load_report import Rate
 from quire.engine.observers.turn_record import TurnRecord
-from quire.engine.orders import LocalBox, Report, ResetPrefixCache, Resume, merged
 from quire.engine.wire.clock import RedisClock
 from quire.engine.wire.messages import Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenLogprob
 from quire.engine.wire.records import SyncReply
@@ -137,9 +137,9 @@ def test_the_time_of_a_step_is_known_at_once_after_idleness() -> None:
     box = Reports()
     engine = Engine(CONFIG, ScriptedExecutor(INFO, 64, step_seconds=0.02), box, box)
     for _ in range(2):  # the second time from idleness
-        box.orders.append(Generate("r", "g", [5], 8, Sampling(ignore_eos=True), 2**60))
+        box.commands.append(Generate("r", "g", [5], 8, Sampling(ignore_eos=True), 2**60))
         turns: list[float] = []
-        while not engine.core.idle or box.orders:
+        while not engine.core.idle or box.commands:
             began = time.monotonic()
             engine.turn()
             turns.append(time.monotonic() - began)
@@ -157,8 +157,10 @@ def test_the_pace_is_what_the_engine_does_while_requests_wait() -> None:
     rates = []
     for queued in (False, True, False):
         box.queued = queued
-        box.orders += [Generate(f"{seed}", "g", [5], 8, Sampling(seed=seed, ignore_eos=True), 2**60) for seed in (1, 2)]
-        while not engine.core.idle or box.orders:
+        box.commands += [
+            Generate(f"{seed}", "g", [5], 8, Sampling(seed=seed, ignore_eos=True), 2**60) for seed in (1, 2)
+        ]
+        while not engine.core.idle or box.commands:
             engine.turn()
         load = box.said[-1].load
         rates.append((load.tokens_per_s, load.blocks_per_s))
@@ -171,7 +173,7 @@ def test_a_full_engine_says_how_much_it_would_claim_for_tenants_below_their_shar
     """It has no free token then, so this bound cannot follow from the free ones."""
     box = Reports()
     engine = Engine(CONFIG, ScriptedExecutor(INFO, 64), box, box)
-    box.orders += [
+    box.commands += [
         Generate(f"{i}", "g", [5], 200, Sampling(seed=i, ignore_eos=True), 2**60, tenant="loud") for i in range(20)
     ]
     while not box.said or box.said[-1].free_tokens:
@@ -202,7 +204,7 @@ class Shut(Reports):
 def test_generation_goes_on_without_redis_up_to_a_bound() -> None:
     box = Shut(most=100)
     engine = Engine(CONFIG, ScriptedExecutor(INFO, 64), box, box)
-    box.orders += [Generate(f"r{i}", "g", [5], 50, Sampling(ignore_eos=True), 2**60) for i in range(8)]
+    box.commands += [Generate(f"r{i}", "g", [5], 50, Sampling(ignore_eos=True), 2**60) for i in range(8)]
     for _ in range(60):
         engine.turn()
     assert 100 <= box.deltas < 100 + 8 * (1 + ScriptedExecutor.depth)
@@ -218,13 +220,13 @@ def test_a_draining_engine_leaves_when_another_can_go_on_or_its_grace_is_over() 
         engine = Engine(
             msgspec.structs.replace(CONFIG, grace_s=grace_s), ScriptedExecutor(INFO, 64, step_seconds=0.01), box, box
         )
-        box.orders.append(Generate("r", "g", [5], 200, Sampling(ignore_eos=True), 2**60))
+        box.commands.append(Generate("r", "g", [5], 200, Sampling(ignore_eos=True), 2**60))
         while engine.core.report.totals.generated_tokens < 3:
             engine.turn()
         box.relieved, engine.draining = relieved, True
         engine.run()
         assert not engine.core.idle
-    box.orders.append(Generate("q", "g", [5], 3, Sampling(ignore_eos=True), 2**60))
+    box.commands.append(Generate("q", "g", [5], 3, Sampling(ignore_eos=True), 2**60))
     engine._leave_at = math.inf
     engine.config = msgspec.structs.replace(CONFIG, grace_s=1000.0)
     engine.run()
@@ -237,8 +239,8 @@ def test_a_request_begun_elsewhere_goes_on() -> None:
     engine = Engine(CONFIG, ScriptedExecutor(INFO, 64), box, box)
     request = Generate("r", "g", [5], 6, Sampling(ignore_eos=True, seed=3), 2**60, n=3)
     outputs = [[scripted_token(3, 0, at, 100) for at in range(4)], None, [scripted_token(3, 2, 0, 100)]]
-    box.orders.append(Resume(request, outputs))
-    while box.orders or not engine.core.idle:
+    box.commands.append(Resume(request, outputs))
+    while box.commands or not engine.core.idle:
         engine.turn()
     assert [delta.first for delta in said if delta.index == 0] == [4, 5]
     assert [delta.first for delta in said if delta.index == 2] == [1, 2, 3, 4, 5]
@@ -270,9 +272,9 @@ async def test_what_was_said_of_a_lost_request_is_not_sent_after_the_news_of_its
     await thread._sync(side, say("a", "b", dropped=1))
     assert sent == [(["a", "b"], []), (["b", "a"], [])]
     assert thread.queued
-    orders = thread.drain(0)
-    assert orders[0] == Abort("a", reassigned=True)
-    assert [type(order) for order in orders[1:]] == [Generate] * again
+    commands = thread.drain(0)
+    assert commands[0] == Abort("a", reassigned=True)
+    assert [type(command) for command in commands[1:]] == [Generate] * again
     await thread._sync(side, say("a", dropped=1, finished=("a",)))
     assert sent[2] == (["a"], ["a"])  # whatever comes after the loop's own drop is of the request's next life
     thread._loop.close()
@@ -291,7 +293,7 @@ async def test_a_reset_of_the_prefix_cache_precedes_the_claims_of_its_exchange()
     side: Any = Side()
     report = Report(EngineLoad("e", "m", "f", 1, 1, 1, 1, 1, 1, 1, 1, 1, 1), 0, 0, 0)
     await thread._sync(side, report)
-    assert [type(order) for order in thread.drain(0)] == [ResetPrefixCache, Generate]
+    assert [type(command) for command in thread.drain(0)] == [ResetPrefixCache, Generate]
     thread._loop.close()
 
 
@@ -299,9 +301,9 @@ def test_an_engine_resets_its_prefix_cache_between_two_steps() -> None:
     box = LocalBox(lambda delta: None)
     engine = Engine(CONFIG, ScriptedExecutor(INFO, 64), box, box)
 
-    def run(*orders: Any) -> int:
-        box.orders += orders
-        while box.orders or not engine.core.idle:
+    def run(*commands: Any) -> int:
+        box.commands += commands
+        while box.commands or not engine.core.idle:
             engine.turn()
         return engine.core.report.totals.cached_prompt_tokens
 
@@ -338,7 +340,7 @@ def broken(**changes: Any) -> tuple[Engine, Reports]:
     box = Reports()
     config = msgspec.structs.replace(CONFIG, **{"check_books": False} | changes)
     engine = Engine(config, ScriptedExecutor(INFO, 64), box, box)
-    box.orders.append(Generate("r", "g", [5] * 40, 500, Sampling(ignore_eos=True), 2**60))
+    box.commands.append(Generate("r", "g", [5] * 40, 500, Sampling(ignore_eos=True), 2**60))
     while engine.core.report.totals.generated_tokens < 3:
         engine.turn()
     [seq] = engine.core.live()
@@ -394,8 +396,8 @@ def test_a_live_engine_checks_once_it_is_idle_and_not_while_tokens_flow() -> Non
     engine = Engine(config, ScriptedExecutor(INFO, 64), box, box)
     before = engine.core.report.totals.audits
     for checks in (1, 2):
-        box.orders.append(Generate(f"r{checks}", "g", [5], 50, Sampling(ignore_eos=True), 2**60))
-        while box.orders or not engine.core.idle:
+        box.commands.append(Generate(f"r{checks}", "g", [5], 50, Sampling(ignore_eos=True), 2**60))
+        while box.commands or not engine.core.idle:
             engine.turn()
         assert engine.core.report.totals.audits == before + checks - 1
         for _ in range(5):
@@ -419,7 +421,7 @@ def test_work_that_the_start_put_off_is_done_while_no_request_is_here() -> None:
     executor = PutOff(INFO, 64)
     box = Reports()
     engine = executor.engine = Engine(CONFIG, executor, box, box)
-    box.orders.append(Generate("r", "g", [5, 6], 5, Sampling(seed=1), 1 << 60))
+    box.commands.append(Generate("r", "g", [5, 6], 5, Sampling(seed=1), 1 << 60))
     left: list[int] = []
 
     def turn(wait_s: float = 0.0) -> None:

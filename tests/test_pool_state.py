@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
+from quire.engine.commands import LocalBox
 from quire.engine.config import EngineConfig
 from quire.engine.core.blocks import BlockPool
 from quire.engine.core.scheduler import Scheduler
@@ -22,7 +23,6 @@ from quire.engine.executor.base import ModelInfo, ScriptedExecutor
 from quire.engine.loop import Engine
 from quire.engine.observers import pool_state
 from quire.engine.observers.pool_state import PoolObserver, PoolPublisher, PoolSnapshot, TableReader, copy_counts
-from quire.engine.orders import LocalBox
 from quire.engine.wire.link import BusDown
 from quire.engine.wire.messages import Generate, PoolState, Sampling, SequenceBlocks
 from tests.core.machine import SchedulerMachine
@@ -188,7 +188,7 @@ def run(publisher: Kept, turns: int) -> Engine:
     box = LocalBox(lambda delta: None)
     engine = Engine(EngineConfig(max_seqs=8, step_tokens=64, check_books=True), ScriptedExecutor(INFO, 64), box, box)
     engine.observers.append(PoolObserver(engine.core, publisher))
-    box.orders.append(Generate("r", "g", [5] * 40, 500, Sampling(ignore_eos=True), 2**60))
+    box.commands.append(Generate("r", "g", [5] * 40, 500, Sampling(ignore_eos=True), 2**60))
     for _ in range(turns):
         engine.turn()
     return engine

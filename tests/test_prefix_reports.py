@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.bus_thread import BusThread
+from quire.engine.commands import Report, StepCosts
 from quire.engine.config import EngineConfig
 from quire.engine.core.blocks import BlockPool, chain_digest, root_digest
 from quire.engine.core.limits import Outputs
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor
 from quire.engine.observers.prefix_reports import HeldPrefixes, PromptBacklog
-from quire.engine.orders import Report, StepCosts
 from quire.engine.tools.simulate import FAR, engine_limits
 from quire.engine.wire import prefixes
 from quire.engine.wire.clock import RedisClock

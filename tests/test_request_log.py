@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.engine.commands import Command, LocalBox, Resume
 from quire.engine.config import EngineConfig
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor
 from quire.engine.loop import Engine
 from quire.engine.observers.log_file import LogFile
 from quire.engine.observers.request_log import RequestLog
-from quire.engine.orders import LocalBox, Order, Resume
 from quire.engine.tools import simulate
 from quire.engine.tools.trace import read_trace
 from quire.engine.wire.clock import steady_ms
@@ -31,13 +31,13 @@ def a_request(name: str, prompt: int = 40, tokens: int = 5, **fields: Any) -> Ge
     return Generate(name, "g", [5] * prompt, tokens, Sampling(ignore_eos=True, seed=3), 2**60, **fields)
 
 
-def run(path: Path, *rounds: list[Order], max_bytes: int = 1 << 20) -> list[dict[str, Any]]:
-    """Run the orders of each round to their ends; the lines of the log."""
+def run(path: Path, *rounds: list[Command], max_bytes: int = 1 << 20) -> list[dict[str, Any]]:
+    """Run the commands of each round to their ends; the lines of the log."""
     box, log = LocalBox(lambda delta: None), RequestLog(path, max_bytes)
     engine = Engine(CONFIG, ScriptedExecutor(INFO, 256, step_seconds=0.001), box, box, observers=[log])
-    for orders in rounds:
-        box.orders += orders
-        while box.orders or not engine.core.idle:
+    for commands in rounds:
+        box.commands += commands
+        while box.commands or not engine.core.idle:
             engine.turn()
     log.close()
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -67,8 +67,8 @@ def test_a_request_that_moves_to_another_engine_is_logged_there(tmp_path: Path) 
 
 def test_the_simulator_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "log"
-    orders = [a_request(f"r{i}", 10 + i, 4 + i, tenant="t") for i in range(5)]
-    run(path, list(orders), [a_request("gone", tokens=50), Abort("gone")], [a_request("long", prompt=600)])
+    commands = [a_request(f"r{i}", 10 + i, 4 + i, tenant="t") for i in range(5)]
+    run(path, list(commands), [a_request("gone", tokens=50), Abort("gone")], [a_request("long", prompt=600)])
     jobs = read_trace(path)
     assert [(job.prompt_len, job.output_len, job.max_tokens) for job in jobs[:5]] == [
         (10 + i, 4 + i, 4 + i) for i in range(5)

@@ -9,11 +9,11 @@ import sys
 import time
 
 from quire.engine.bus_thread import BusThread
+from quire.engine.commands import LocalBox, Report
 from quire.engine.config import EngineConfig
 from quire.engine.core.limits import Outputs
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor
 from quire.engine.loop import Engine
-from quire.engine.orders import LocalBox, Report
 from quire.engine.process.watchdog import Watchdog
 from quire.engine.wire.clock import RedisClock
 from quire.engine.wire.messages import EngineLoad, Generate, Sampling
@@ -52,8 +52,8 @@ def test_the_loop_says_since_when_a_step_computes() -> None:
 
     box = LocalBox(lambda delta: None)
     engine = Engine(EngineConfig(max_seqs=8, step_tokens=64), Watched(INFO, 64), box, box)
-    box.orders.append(Generate("r", "g", [5], 3, Sampling(ignore_eos=True), 2**60))
-    while box.orders or not engine.core.idle:
+    box.commands.append(Generate("r", "g", [5], 3, Sampling(ignore_eos=True), 2**60))
+    while box.commands or not engine.core.idle:
         turned = time.monotonic()
         engine.turn()
         assert engine.busy_since == 0.0

@@ -47,7 +47,7 @@ class AccountingChecks:
 
     def observe(self, record: TurnRecord) -> None:
         """Run the next part of a check, or the first one if a check is due.  Never raises; see `fatal`."""
-        settled = record.idle and record.was_idle and not record.orders and not self._checked
+        settled = record.idle and record.was_idle and not record.commands and not self._checked
         due = not record.idle and self._clock() >= self._due_at
         if not self._answers and self._requests:  # a check that answers a request must begin after the request
             self._answers = [self._requests.popleft() for _ in range(len(self._requests))]

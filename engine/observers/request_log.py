@@ -13,10 +13,10 @@ from pathlib import Path
 
 import msgspec
 
+from quire.engine.commands import request_of
 from quire.engine.core.limits import Event
 from quire.engine.observers.log_file import LogFile
 from quire.engine.observers.turn_record import TurnRecord
-from quire.engine.orders import request_of
 from quire.engine.wire.messages import FinishReason, Generate
 
 LINE_BYTES = 1_000  # memory of one line until it is written, estimated
@@ -62,8 +62,8 @@ class RequestLog:
 
     def observe(self, record: TurnRecord) -> None:
         self._began = self._began or record.unix_ms / 1000
-        for order in record.orders:
-            if (request := request_of(order)) is not None and request.id not in self._open:
+        for command in record.commands:
+            if (request := request_of(command)) is not None and request.id not in self._open:
                 self._open[request.id] = self._begin(request, record.unix_ms)
         if not self._open:
             return

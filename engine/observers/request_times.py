@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+from quire.engine.commands import request_of
 from quire.engine.common import histograms
 from quire.engine.common.histograms import Tally
 from quire.engine.common.tracing import Tracing, Value
 from quire.engine.core.limits import Event
 from quire.engine.observers.turn_record import TurnRecord
-from quire.engine.orders import request_of
 from quire.engine.wire.messages import Generate
 
 
@@ -59,8 +59,8 @@ class RequestTimes:
         self.computed_tokens = Tally(histograms.TOKENS)  # uncached prompt tokens per request
 
     def observe(self, record: TurnRecord) -> None:
-        for order in record.orders:
-            if (request := request_of(order)) is not None:
+        for command in record.commands:
+            if (request := request_of(command)) is not None:
                 self._accept(request, record.marks[0], record.unix_ms)
         for event in record.outputs.events:
             self._milestone(event, record, record.marks[-1])

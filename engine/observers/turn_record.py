@@ -11,11 +11,11 @@ from typing import Protocol
 import msgspec
 
 from quire.engine.adapters.counts import AdapterCounts
+from quire.engine.commands import Command
 from quire.engine.core.limits import Outputs, Totals
 from quire.engine.core.plan import StepPlan, StepResult
 from quire.engine.executor.grammar_store import GrammarCounts
 from quire.engine.observers.canary import CanaryCounts
-from quire.engine.orders import Order
 from quire.engine.wire.messages import EngineLoad
 
 PHASES = ("accept", "plan", "execute", "commit", "publish")  # phases of a turn, in this order
@@ -27,7 +27,7 @@ class TurnRecord(msgspec.Struct, kw_only=True):
     marks: list[float]  # time.monotonic() after the inbox returned, then at the end of each of PHASES
     unix_ms: int  # unix time at marks[0], on this process's clock
     was_idle: bool  # whether the engine had no request after the previous turn
-    orders: list[Order]  # the control messages of this turn, as the inbox returned them
+    commands: list[Command]  # the control messages of this turn, as the inbox returned them
     queued: int = 0  # this engine's share of the requests that wait in the shared queue
     now_ms: int = 0  # unix time for which the plan was made
     stalled: bool = False  # no plan was made, because the outbox was full

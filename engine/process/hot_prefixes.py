@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Iterable
 
 from quire.engine.bus_thread import BusThread
+from quire.engine.commands import LocalBox
 from quire.engine.core.limits import Event, Totals
 from quire.engine.loop import Engine
 from quire.engine.observers.metrics import Telemetry
 from quire.engine.observers.turn_record import Observer, TurnRecord
-from quire.engine.orders import LocalBox
 from quire.engine.wire.hot_prefix_store import MAX_PREFIXES, bounded
 from quire.engine.wire.link import BusDown
 from quire.engine.wire.messages import FOREVER_MS, Abort, Delta, Generate, HotPrefix, Sampling
@@ -113,12 +113,12 @@ def warm(
         if (token_ids := fit(prefix, engine)) and not why:
             name, sampling = f"{AHEAD}{number}", Sampling(temperature=0.0, ignore_eos=True)
             digests = prefix_digests(token_ids, prefix.cache_salt)
-            box.orders.append(
+            box.commands.append(
                 Generate(name, "", token_ids, 1, sampling, FOREVER_MS, prefix.cache_salt, prefixes=digests)
             )
-            while box.orders or not core.idle:
+            while box.commands or not core.idle:
                 if not why and (why := obstacle()):
-                    box.orders.append(Abort(name))
+                    box.commands.append(Abort(name))
                 ahead.turn()
             why = next((delta.finish.message for delta in deltas if delta.finish and delta.finish.message), why)
             done += not why

@@ -27,7 +27,7 @@ from quire.engine.wire.prefixes import PrefixReport, PublishedPrefixes
 from quire.engine.wire.records import ANY_TOKENS, Claim, SyncReply
 from quire.engine.wire.scripts import CLOSE, OPEN, OTHERS, REJOIN, SYNC
 
-RESET_ORDER = b"!reset_prefix_cache"  # engines of earlier releases read it as the abort of an unknown request
+RESET_COMMAND = b"!reset_prefix_cache"  # engines of earlier releases read it as the abort of an unknown request
 
 
 class EngineSide:
@@ -134,16 +134,16 @@ class EngineSide:
             batches = [(gateway, _without(batch, gone)) for gateway, batch in batches]
             finished = [request_id for request_id in finished if request_id not in gone]
         self._forget([*finished, *returned])
-        works, orders, queued, engines, _, watched, retry_ms, _ = reply
+        works, commands, queued, engines, _, watched, retry_ms, _ = reply
         self.queue_share, self.watched = queued / max(1, engines), bool(watched)
-        reset = RESET_ORDER in orders
+        reset = RESET_COMMAND in commands
         received = SyncReply([], [], reassigned, retry_ms=retry_ms, reset_prefix_cache=reset)
         for payload, listeners, outputs, held_tokens, passed_over in works:
             self._accept(received, payload, listeners.decode(), outputs, Claim(held_tokens, bool(passed_over)))
-        for order in orders:
-            if order == RESET_ORDER:
+        for command in commands:
+            if command == RESET_COMMAND:
                 continue
-            request_id, _, what = order.decode().partition(" ")
+            request_id, _, what = command.decode().partition(" ")
             if what.startswith(">"):
                 self._route(request_id, what[1:])
             else:

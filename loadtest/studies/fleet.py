@@ -38,13 +38,13 @@ from typing import Any
 import msgspec
 import redis
 
+from quire.engine.commands import merged
 from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.engine.core.blocks import BlockPool, HostPool
 from quire.engine.core.limits import Outputs
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor
 from quire.engine.observers.prefix_reports import HeldPrefixes, PromptBacklog
-from quire.engine.orders import merged
 from quire.engine.tools.simulate import FAR, engine_limits, percentiles
 from quire.engine.tools.step_time import StepTime
 from quire.engine.tools.trace import EOS, VOCAB

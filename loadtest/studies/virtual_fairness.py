@@ -21,11 +21,11 @@ from typing import Any
 
 import msgspec
 
+from quire.engine.commands import merged
 from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.engine.core.blocks import BlockPool, HostPool
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.observers.prefix_reports import HeldPrefixes
-from quire.engine.orders import merged
 from quire.engine.tools.simulate import engine_limits
 from quire.engine.tools.step_time import StepTime
 from quire.engine.tools.trace import VOCAB, Job, burst

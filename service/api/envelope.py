@@ -1,4 +1,4 @@
-"""Makes the orders for engines from a checked and encoded request, one order per prompt."""
+"""Makes the submissions to engines from a checked and encoded request, one per prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.service.api.valid_request import ValidRequest
 
 
 class Envelope(NamedTuple):
-    """Id, sender and times of a request, which its orders contain besides prompt and sampling."""
+    """Id, sender and times of a request, which its submissions contain besides prompt and sampling."""
 
     request_id: str
     gateway: str  # id of the gateway process that reads the tokens
@@ -41,7 +41,7 @@ def generates(
     anchors: Callable[[list[int]], list[int]] = lambda ids: [],
     predicted: list[int] | None = None,
 ) -> list[Generate]:
-    """Return one order per prompt.  A choice's index in the answer is prompt index * n + index within the prompt.
+    """Return one submission per prompt.  A choice's index in the answer is prompt index * n + index within the prompt.
 
     `encoded`, `max_new_tokens`: token ids and maximum output tokens of each prompt.  `anchors`: finds the end of the
     last turn in a chat's prompt.  `predicted`: tokens of the client's `prediction`.  Missing seeds are drawn here, so

@@ -21,7 +21,7 @@ async def try_out(streams: Streams, gateway: str, adapter: ServedAdapter, timeou
     admission.limits(streams.fleet)
     admission.require_adapters(streams.fleet, "lora_path")
     now_ms = streams.redis_ms()
-    order = Generate(
+    submission = Generate(
         id=f"{resume.new_id(PREFIX, now_ms)}.0",
         gateway=gateway,
         token_ids=[0],
@@ -34,7 +34,7 @@ async def try_out(streams: Streams, gateway: str, adapter: ServedAdapter, timeou
         adapter_path=adapter.path,
     )
     finish = Finish("error")
-    async with streams.open([order], admission.Cost(prompt_tokens=1, timeout_s=timeout_s)) as opened:
+    async with streams.open([submission], admission.Cost(prompt_tokens=1, timeout_s=timeout_s)) as opened:
         async for changed in opened:
             for mailbox in changed:
                 if (ended := mailbox.take()[2]) is not None:

@@ -18,8 +18,8 @@ from quire.service.common.metrics import BACKLOG, CLOCK_SKEW, REDIS_SECONDS, Tel
 from quire.service.config import GatewayConfig
 from quire.service.delivery.engine_wait import EngineWait
 from quire.service.delivery.fleet_view import FleetView
-from quire.service.delivery.orders import Orders
 from quire.service.delivery.queue_updates import QueueUpdates
+from quire.service.delivery.submissions import Submissions
 from quire.service.delivery.usage_ledger import UsageLedger
 
 
@@ -32,12 +32,12 @@ class FleetWatch:
         config: GatewayConfig,
         telemetry: Telemetry,
         view: FleetView,
-        orders: Orders,
+        submissions: Submissions,
         updates: QueueUpdates,
         ledger: UsageLedger,
     ) -> None:
         self._bus, self._telemetry, self._view = bus, telemetry, view
-        self._orders, self._updates, self._ledger = orders, updates, ledger
+        self._submissions, self._updates, self._ledger = submissions, updates, ledger
         self._interval_s = config.fleet_s
         self.engine_wait = EngineWait(config.takeover_wait_s, config.max_queued)
         self.readings = 0  # number of snapshots since the start
@@ -73,17 +73,17 @@ class FleetWatch:
     def _record_metrics(self) -> None:
         self._telemetry.record_fleet(self._view.fleet())
         self._telemetry.record_engine_wait(len(self.engine_wait), self.engine_wait.oldest_s)
-        self._telemetry.set(BACKLOG, self._orders.backlog.held)
+        self._telemetry.set(BACKLOG, self._submissions.backlog.held)
         self._telemetry.set(CLOCK_SKEW, self._bus.clock.skew_s)
 
     async def _maintain(self) -> None:
         """Read missed tokens from the logs, write the usage ledger, and extend the TTL of logs that clients read."""
         try:
             if self._missed:
-                await self._orders.listen_again()
+                await self._submissions.listen_again()
                 self._missed = False
             await self._ledger.write()
-            await self._orders.extend_retention()
+            await self._submissions.extend_retention()
             self._troubles.pop("ledger", None)
         except BusDown as error:
             self._troubles["ledger"] = str(error)

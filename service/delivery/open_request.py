@@ -1,9 +1,9 @@
-"""One client's request while it is answered, and the orders that engines work on for it.
+"""One client's request while it is answered, and the submissions that engines work on for it.
 
-    OpenRequest (one client) --1..n--> Order (one prompt) --1..n--> choices, one mailbox per choice and reader
+    OpenRequest (one client) --1..n--> Submission (one prompt) --1..n--> choices, one mailbox per choice and reader
 
-Several open requests may read one order: the original request, its retry, and a client that resumed the answer.
-`streams.py` routes deltas to the orders; the request's own handler iterates over the `OpenRequest`.
+Several open requests may read one submission: the original request, its retry, and a client that resumed the answer.
+`streams.py` routes deltas to the submissions; the request's own handler iterates over the `OpenRequest`.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ class HandedOver(ConnectionError):
 
 
 class Upstream(Protocol):
-    """The methods of `Orders` that an open request uses."""
+    """The methods of `Submissions` that an open request uses."""
 
     backlog: Backlog
     pacer: Pacer
 
-    async def refill(self, order_id: str, mailbox: Mailbox, index: int) -> None:
+    async def refill(self, submission_id: str, mailbox: Mailbox, index: int) -> None:
         """Read from the token log the tokens that a mailbox lacks."""
 
-    def stop_one(self, order: Order, index: int) -> None:
+    def stop_one(self, submission: Submission, index: int) -> None:
         """Withdraw one choice that no client reads any more."""
 
 
-class Order:
+class Submission:
     """One prompt of a request, as this gateway knows it: its readers at this gateway, and its unfinished choices."""
 
     __slots__ = ("delivered", "id", "n", "readers", "running", "tenant", "timer", "unfinished")
 
-    def __init__(self, order_id: str, n: int, tenant: str) -> None:
-        self.id, self.n, self.tenant = order_id, n, tenant
+    def __init__(self, submission_id: str, n: int, tenant: str) -> None:
+        self.id, self.n, self.tenant = submission_id, n, tenant
         self.readers: list[tuple[OpenRequest, int]] = []  # (reader, index of the prompt within its request)
         self.unfinished = set(range(n))  # choices whose Finish has not arrived
         self.running = set(range(n))  # unfinished choices that were not withdrawn
         self.delivered = [0] * n  # output tokens sent to a client, per choice: the maximum over all readers
-        self.timer: Timer | None = None  # timer of `Orders`, which runs while the order has no reader
+        self.timer: Timer | None = None  # timer of `Submissions`, which runs while the submission has no reader
 
     def mark_ended(self, index: int) -> None:
         """Record that an engine has finished a choice."""
@@ -77,12 +77,12 @@ class OpenRequest:
     with `end`.
     Raises HandedOver when this gateway shuts down and the client may resume at another gateway."""
 
-    def __init__(self, streams: Upstream, orders: list[Order], *, resumable: bool) -> None:
+    def __init__(self, streams: Upstream, submissions: list[Submission], *, resumable: bool) -> None:
         """`resumable`: if the client loses its connection, the request keeps running so that it can resume."""
-        self._streams, self.orders, self.resumable = streams, orders, resumable
+        self._streams, self.submissions, self.resumable = streams, submissions, resumable
         self.loop = asyncio.get_running_loop()
-        self._n = orders[0].n
-        self.mailboxes = [Mailbox(choice, streams.backlog) for choice in range(len(orders) * self._n)]
+        self._n = submissions[0].n
+        self.mailboxes = [Mailbox(choice, streams.backlog) for choice in range(len(submissions) * self._n)]
         self.delivered = [0] * len(self.mailboxes)  # output tokens sent to this client, per choice
         self._unfinished = len(self.mailboxes)
         self._heartbeat_s = math.inf
@@ -153,7 +153,9 @@ class OpenRequest:
         changed, self._changed = list(self._changed), {}
         for mailbox in changed:
             if mailbox.behind:
-                await self._streams.refill(self.orders[mailbox.choice // self._n].id, mailbox, mailbox.choice % self._n)
+                await self._streams.refill(
+                    self.submissions[mailbox.choice // self._n].id, mailbox, mailbox.choice % self._n
+                )
         self._given = changed
         return changed
 
@@ -210,7 +212,7 @@ class OpenRequest:
         self._changed.pop(mailbox, None)
         self._unfinished -= 1
         prompt, index = divmod(choice, self._n)
-        self._streams.stop_one(self.orders[prompt], index)
+        self._streams.stop_one(self.submissions[prompt], index)
 
     def end_all(self, finish: Finish) -> None:
         """End every running choice with `finish`, because the deadline has passed or this gateway shuts down."""

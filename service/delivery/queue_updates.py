@@ -78,13 +78,13 @@ class QueueUpdates:
         self._waiters: dict[str, Waiter] = {}  # waiters by the id of the first prompt
         self._read = 0.0  # when the queue positions were last read, in the event loop's time
 
-    def add(self, order_id: str, waiter: Waiter) -> None:
+    def add(self, submission_id: str, waiter: Waiter) -> None:
         """Follow a request that was just queued."""
-        self._waiters[order_id] = waiter
+        self._waiters[submission_id] = waiter
 
-    def discard(self, order_id: str) -> None:
+    def discard(self, submission_id: str) -> None:
         """Stop following a request: an engine has claimed it, or it has ended."""
-        self._waiters.pop(order_id, None)
+        self._waiters.pop(submission_id, None)
 
     async def refresh(self, now_ms: int) -> None:
         """Read the queue positions, at most once every UPDATE_S.  While Redis does not answer, the last ones stay.
@@ -102,15 +102,15 @@ class QueueUpdates:
                 places = await self._bus.places(batch)
             except BusDown:  # FleetWatch, which also reads Redis, reports the failure
                 return
-            for order_id in batch:
-                self._update(order_id, places.get(order_id), wait_s)
+            for submission_id in batch:
+                self._update(submission_id, places.get(submission_id), wait_s)
 
-    def _update(self, order_id: str, place: Place | None, wait_s: Callable[[Place], float | None]) -> None:
-        waiter = self._waiters.get(order_id)
+    def _update(self, submission_id: str, place: Place | None, wait_s: Callable[[Place], float | None]) -> None:
+        waiter = self._waiters.get(submission_id)
         if waiter is None or waiter.waiting is None:
             return
         if place is None:  # claimed: its first token follows
-            self.discard(order_id)
+            self.discard(submission_id)
             return
         waiter.waiting.lane, waiter.waiting.ahead = place.lane, place.ahead
         waiter.waiting.wait_s = wait_s(place)

@@ -51,7 +51,7 @@ class Quotas:
 
     @contextlib.asynccontextmanager
     async def hold(
-        self, request: web.Request, tenant: Tenant, orders: Sequence[Generate], *, bounded: bool
+        self, request: web.Request, tenant: Tenant, submissions: Sequence[Generate], *, bounded: bool
     ) -> AsyncIterator[Hold]:
         """A context around submit and answer, in which the request counts as running.
 
@@ -62,9 +62,9 @@ class Quotas:
         if tenant.quota is None:
             yield hold
             return
-        request_id = orders[0].id.rpartition(".")[0]
-        prompts = _prompts(tenant.quota, orders, bounded=bounded)
-        take = self._streams.quotas.take(tenant.name, tenant.quota, request_id, orders[0].deadline_ms, prompts)
+        request_id = submissions[0].id.rpartition(".")[0]
+        prompts = _prompts(tenant.quota, submissions, bounded=bounded)
+        take = self._streams.quotas.take(tenant.name, tenant.quota, request_id, submissions[0].deadline_ms, prompts)
         taking = asyncio.ensure_future(self._taken(request, take))
         try:
             taken = await asyncio.shield(taking)
@@ -160,16 +160,16 @@ def duration(ms: float) -> str:
     return f"{hours}h{minutes}m{seconds}s" if hours else f"{minutes}m{seconds}s" if minutes else f"{seconds}s"
 
 
-def _prompts(quota: Quota, orders: Sequence[Generate], *, bounded: bool) -> list[tuple[int, int]]:
+def _prompts(quota: Quota, submissions: Sequence[Generate], *, bounded: bool) -> list[tuple[int, int]]:
     """Return (prompt tokens, maximum output tokens) of each prompt.
 
     Raises Refusal(400) if the request needs more tokens than a full bucket holds."""
-    prompts = [(len(order.token_ids), order.width * order.max_new_tokens) for order in orders]
+    prompts = [(len(submission.token_ids), submission.width * submission.max_new_tokens) for submission in submissions]
     limit = quota.tokens_per_minute
     if limit is None:
         return prompts
     size, output = (sum(column) for column in zip(*prompts, strict=True))
-    asked = size + output if bounded else size + sum(order.width for order in orders)
+    asked = size + output if bounded else size + sum(submission.width for submission in submissions)
     if asked > limit:
         message = f"prompt and max_tokens: this key may use {limit} tokens a minute, but {asked} were asked for at once"
         raise Refusal(400, "quota_exceeded_by_request", message, param="max_tokens", limit=limit, given=asked)

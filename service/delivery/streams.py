@@ -1,11 +1,11 @@
 """The token reader: one task reads the tokens of all open requests of this gateway from Redis and delivers them.
 
-    bus.batches() --> reader --> Order --> mailbox (merged) --> the request's own handler --> text --> socket
+    bus.batches() --> reader --> Submission --> mailbox (merged) --> the request's own handler --> text --> socket
                                               ^ a slow client's tokens wait here (see `mailbox.py`)
 
 `Streams.open` submits a new request.  `Streams.join` attaches to a request that was submitted before, by this or
-another gateway, and that runs or has ended: its client resumes it or retries it.  So an order (one prompt of a
-request) can have several readers.  `orders.py` shows the life of an order.
+another gateway, and that runs or has ended: its client resumes it or retries it.  So a submission (one prompt of a
+request) can have several readers.  `submissions.py` shows the life of a submission.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from quire.service.config import GatewayConfig
 from quire.service.delivery import admission
 from quire.service.delivery.fleet_view import FleetView
 from quire.service.delivery.fleet_watch import FleetWatch
-from quire.service.delivery.open_request import OpenRequest, Order
-from quire.service.delivery.orders import Orders
+from quire.service.delivery.open_request import OpenRequest, Submission
 from quire.service.delivery.queue_updates import QueueUpdates, Waiting
 from quire.service.delivery.retry_book import RetryBook
+from quire.service.delivery.submissions import Submissions
 from quire.service.delivery.usage_ledger import UsageLedger
 
 T = TypeVar("T")
@@ -77,8 +77,8 @@ class Streams:
         self._view, self._retries = FleetView(), RetryBook()
         self._ledger = UsageLedger(bus, telemetry)
         self._updates = QueueUpdates(bus, self._view.fleet)
-        self.orders = Orders(bus, config, telemetry, self._ledger)
-        self.fleet_watch = FleetWatch(bus, config, telemetry, self._view, self.orders, self._updates, self._ledger)
+        self.submissions = Submissions(bus, config, telemetry, self._ledger)
+        self.fleet_watch = FleetWatch(bus, config, telemetry, self._view, self.submissions, self._updates, self._ledger)
         self._submits = asyncio.Semaphore(SUBMITS)
         self.supervisor = Supervisor(
             Task("the token reader", self._read, lambda: self._bus.rounds),
@@ -94,10 +94,10 @@ class Streams:
 
     async def stop(self) -> None:
         """Stop the reader tasks, wait until pending withdrawals are sent to Redis, and write the usage ledger."""
-        self.orders.leaving = True
+        self.submissions.leaving = True
         await self.supervisor.stop()
         await self._bus.withdrawn()  # bounded by the timeout of calls to Redis
-        self.orders.close_all()
+        self.submissions.close_all()
         with contextlib.suppress(BusDown):
             await self._ledger.write()
 
@@ -107,12 +107,12 @@ class Streams:
         return self.supervisor.trouble or self.fleet_watch.trouble
 
     def __len__(self) -> int:
-        """Return how many orders have a reader."""
-        return self.orders.reading
+        """Return how many submissions have a reader."""
+        return self.submissions.reading
 
     def end_all(self, finish: Finish) -> None:
         """End every open request with `finish`; a resumable request is left to another gateway instead."""
-        self.orders.end_all(finish)
+        self.submissions.end_all(finish)
 
     # -- requests
 
@@ -132,9 +132,11 @@ class Streams:
         bounds of its decision.  `record` is stored with the requests; `find` returns it when a client resumes.
         Raises Refusal when no lane is free or Redis does not accept the requests, and AlreadySubmitted when an earlier
         request has the same idempotency key.  In both cases nothing is queued."""
-        opened = OpenRequest(self.orders, [Order(one.id, one.n, one.tenant) for one in requests], resumable=resumable)
+        opened = OpenRequest(
+            self.submissions, [Submission(one.id, one.n, one.tenant) for one in requests], resumable=resumable
+        )
         deadline = opened.loop.time() + cost.timeout_s
-        self.orders.enter(opened)
+        self.submissions.enter(opened)
         queued = True  # if this task is cancelled during the submit, Redis may have queued the requests
         try:
             try:
@@ -149,7 +151,7 @@ class Streams:
         finally:
             self._updates.discard(requests[0].id)
             opened.stop()
-            self.orders.leave(opened, queued)
+            self.submissions.leave(opened, queued)
 
     async def find(self, request_id: str) -> bytes | None:
         """Return the stored record of a request of any gateway, by its request id; None: unknown or expired.
@@ -158,12 +160,12 @@ class Streams:
         found = await ask(self._bus.attach(f"{request_id}.0", listen=False))
         return found.record if found is not None else None
 
-    async def cancel(self, order_ids: list[str]) -> None:
-        """End orders of any gateway as cancelled, for every reader.  Orders that have ended are not changed."""
-        await self._bus.cancel_for_all(order_ids)
+    async def cancel(self, submission_ids: list[str]) -> None:
+        """End submissions of any gateway as cancelled, for every reader.  Those that have ended are not changed."""
+        await self._bus.cancel_for_all(submission_ids)
 
     async def reset_prefix_caches(self) -> int:
-        """Order all engines to empty their prefix caches.  Returns the number of engines.  Raises Refusal(503)."""
+        """Ask all engines to empty their prefix caches.  Returns the number of engines.  Raises Refusal(503)."""
         if self.trouble is not None:
             raise unavailable()
         return len(await ask(self._bus.operations.reset_prefix_caches()))
@@ -178,36 +180,36 @@ class Streams:
 
     @contextlib.asynccontextmanager
     async def join(
-        self, order_ids: list[str], had: Sequence[Sequence[int]], tenant: str, timeout_s: float
+        self, submission_ids: list[str], had: Sequence[Sequence[int]], tenant: str, timeout_s: float
     ) -> AsyncIterator[OpenRequest]:
         """A context that continues to read a request that was opened before, at this or another gateway.
 
         `had`: for each prompt, how many output tokens of each choice the client already has.  Raises Refusal: 410 if
         the token log has expired, 400 if the answer ended with fewer tokens than `had`, 503 if Redis is away or if the
         log is shorter than `had` but its engine may send more."""
-        orders = [
-            self.orders.get(order_id) or Order(order_id, len(counts), tenant)
-            for order_id, counts in zip(order_ids, had, strict=True)
+        submissions = [
+            self.submissions.get(submission_id) or Submission(submission_id, len(counts), tenant)
+            for submission_id, counts in zip(submission_ids, had, strict=True)
         ]
-        opened = OpenRequest(self.orders, orders, resumable=True)
-        self.orders.enter(opened)
+        opened = OpenRequest(self.submissions, submissions, resumable=True)
+        self.submissions.enter(opened)
         try:
-            for prompt, (order, counts) in enumerate(zip(orders, had, strict=True)):
-                await self._attach(opened, prompt, order, counts)
+            for prompt, (submission, counts) in enumerate(zip(submissions, had, strict=True)):
+                await self._attach(opened, prompt, submission, counts)
             opened.start(opened.loop.time() + timeout_s, self._config.heartbeat_s)
             yield opened
         finally:
             opened.stop()
-            self.orders.leave(opened, queued=True)
+            self.submissions.leave(opened, queued=True)
 
-    async def _attach(self, opened: OpenRequest, prompt: int, order: Order, counts: Sequence[int]) -> None:
+    async def _attach(self, opened: OpenRequest, prompt: int, submission: Submission, counts: Sequence[int]) -> None:
         """Read the log of one prompt, and begin its choices after `counts` tokens.  Raises Refusal as `join` does."""
-        found = await ask(self._bus.attach(order.id))
+        found = await ask(self._bus.attach(submission.id))
         if found is None:
             raise Refusal(410, "stream_gone", "this answer is not kept any longer")
         logged = found.choices
         short = [one for one, count in zip(logged, counts, strict=False) if len(one.token_ids) < count]
-        if len(logged) != order.n or any(one.finish is not None for one in short):
+        if len(logged) != submission.n or any(one.finish is not None for one in short):
             raise Refusal(400, "invalid_event_id", "Last-Event-ID: the answer is not as long as that")
         if (
             short
@@ -216,7 +218,7 @@ class Streams:
             raise Refusal(503, "answer_incomplete", message, retry_after_s=1.0)
         for index, one in enumerate(logged):
             if one.finish is not None:
-                order.mark_ended(index)
+                submission.mark_ended(index)
         opened.resume(prompt, logged, counts)
 
     async def _submit(
@@ -267,7 +269,7 @@ class Streams:
 
     def deliver(self, batch: TokenBatch) -> None:
         """Spread the tokens of one engine step over the mailboxes."""
-        self.orders.deliver(batch.deltas)
+        self.submissions.deliver(batch.deltas)
 
     # -- data in Redis
 

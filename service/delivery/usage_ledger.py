@@ -1,4 +1,4 @@
-"""The usage ledger: how many tokens of each finished order were delivered, written to Redis in batches.
+"""The usage ledger: how many tokens of each finished submission were delivered, written to Redis in batches.
 
 Redis counts the generated tokens itself, in the script with which an engine appends them.  The gateway adds the
 delivered tokens.
@@ -11,37 +11,39 @@ import logging
 from quire.engine.wire.gateway_side import GatewaySide
 from quire.engine.wire.records import Usage
 from quire.service.common.metrics import DELIVERED_TOKENS, NAMELESS, Telemetry
-from quire.service.delivery.open_request import Order
+from quire.service.delivery.open_request import Submission
 
 log = logging.getLogger("quire.usage")
 
-BATCH_ORDERS = 100  # orders written to Redis in one call
+BATCH_COUNT = 100  # submissions written to Redis in one call
 
 
 class UsageLedger:
-    """Collects finished orders and writes their usage to Redis.  An order stays here until Redis acknowledges it."""
+    """Collects finished submissions and writes their usage to Redis.  Each stays here until Redis acknowledges it."""
 
     def __init__(self, bus: GatewaySide, telemetry: Telemetry) -> None:
         self._bus, self._telemetry = bus, telemetry
-        self._finished: list[Order] = []
+        self._finished: list[Submission] = []
 
-    def add(self, order: Order) -> None:
-        """Write this order with the next batch."""
-        self._finished.append(order)
+    def add(self, submission: Submission) -> None:
+        """Write this submission with the next batch."""
+        self._finished.append(submission)
 
     async def write(self) -> None:
-        """Write the usage of all collected orders.  Raises BusDown; unwritten orders stay for the next call."""
-        while batch := self._finished[:BATCH_ORDERS]:
-            for usage in await self._bus.settle([(order.id, order.tenant, order.delivered) for order in batch]):
+        """Write the usage of all collected submissions.  Raises BusDown; the rest stays for the next call."""
+        while batch := self._finished[:BATCH_COUNT]:
+            for usage in await self._bus.settle(
+                [(submission.id, submission.tenant, submission.delivered) for submission in batch]
+            ):
                 record_usage(self._telemetry, usage)
             del self._finished[: len(batch)]
 
 
 def record_usage(telemetry: Telemetry, usage: Usage) -> None:
-    """Count and log the usage of one order (one prompt of a request) that is over at this gateway.
+    """Count and log the usage of one submission (one prompt of a request) that is over at this gateway.
 
-    If a client resumes the order at another gateway, that gateway logs a second line with the same id.  The line with
-    the larger `delivered_tokens` is the valid one."""
+    If a client resumes the submission at another gateway, that gateway logs a second line with the same id.  The line
+    with the larger `delivered_tokens` is the valid one."""
     telemetry.count(DELIVERED_TOKENS, usage.new)
     line = {
         "id": usage.request_id,

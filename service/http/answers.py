@@ -122,9 +122,11 @@ class Answers:
         valid = accepted.valid
         background = bool(valid.shown.get("background"))
         async with (
-            self._quotas.hold(request, request[TENANT], accepted.orders, bounded=valid.max_tokens is not None) as held,
+            self._quotas.hold(
+                request, request[TENANT], accepted.submissions, bounded=valid.max_tokens is not None
+            ) as held,
             self._streams.open(
-                accepted.orders,
+                accepted.submissions,
                 accepted.cost,
                 record=accepted.record,
                 idempotency_key=key,
@@ -144,7 +146,7 @@ class Answers:
         """Begin a background response, and answer with its state, or with its events if the request streams."""
         valid, form = accepted.valid, accepted.form
         assert isinstance(form, ResponseFormat)
-        response_id = accepted.orders[0].id.rpartition(".")[0]
+        response_id = accepted.submissions[0].id.rpartition(".")[0]
         # The job keeps the first meter until the response ends; the new one records only this HTTP request.
         meter, request[METER] = request[METER], request[METER].fresh()
         queued = msgspec.json.encode(form.response("queued"))

@@ -1,6 +1,6 @@
-"""Intake of a new request: the steps from its body to orders for engines.
+"""Intake of a new request: the steps from its body to submissions for engines.
 
-    body -> api.parse -> tokenizer.encode -> grammar -> fitting.fit -> cost, orders, record, answer format = Accepted
+    body -> api.parse -> tokenizer.encode -> grammar -> fitting.fit -> cost, submissions, record, format = Accepted
 
 Nothing is queued here: afterwards `Answers.begin` takes the quotas, and `Streams.open` decides on admission.
 """
@@ -56,7 +56,7 @@ class Accepted(NamedTuple):
     """A request that was parsed, encoded and checked: ready for admission."""
 
     valid: ValidRequest
-    orders: list[Generate]  # one order per prompt
+    submissions: list[Generate]  # one submission per prompt
     cost: admission.Cost
     form: AnswerFormat
     record: bytes  # encoded resume.Record, stored in Redis for resuming the answer
@@ -122,8 +122,8 @@ class Intake:
         record = self._record(request[OWNER], valid, prompts, envelope)
         ids = valid.include_ids or resume.resumable(request.headers)
         form = record.form(envelope.request_id, self._tokenizer.vocabulary.table, ids=ids)
-        orders = generates(valid, encoded, rooms, envelope, self._tokenizer.turns.anchors, predicted)
-        return Accepted(valid, orders, cost, form, await self._work.offload(size, record.encode))
+        submissions = generates(valid, encoded, rooms, envelope, self._tokenizer.turns.anchors, predicted)
+        return Accepted(valid, submissions, cost, form, await self._work.offload(size, record.encode))
 
     def _envelope(self, valid: ValidRequest, tenant: Tenant, prefix: str) -> Envelope:
         """Return id, gateway, tenant and times of a new request; the trace context is added later."""

@@ -20,13 +20,13 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from quire.engine.commands import Resume
 from quire.engine.config import EngineConfig
 from quire.engine.core.policy.jumps import JumpCosts
 from quire.engine.executor import followers, grammars
 from quire.engine.executor.base import ScriptedExecutor
 from quire.engine.executor.grammars import Grammars
 from quire.engine.llm import LLM, Completion, Output
-from quire.engine.orders import Resume
 from quire.engine.wire.messages import FOREVER_MS, Generate, Sampling
 from tests.checkpoints import VOCAB, tokenizer
 from tests.executor.driver import fail_next_step
@@ -272,7 +272,7 @@ def test_an_answer_resumes_anywhere_in_a_forced_run(llm: LLM) -> None:
         request = Generate(f"resumed-{count}", "", PROMPT, 300, asked(grammar), FOREVER_MS)
         completion = llm.unfinished[request.id] = Completion(PROMPT, [Output(token_ids=whole[:count])])
         llm._open_outputs[request.id] = 1
-        llm._box.orders.append(Resume(request, [whole[:count]]))
+        llm._box.commands.append(Resume(request, [whole[:count]]))
         before = llm.engine.core.step
         while llm.unfinished:
             llm.step()

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire.engine.adapters.files import read_adapter
+from quire.engine.commands import Resume
 from quire.engine.config import EngineConfig
 from quire.engine.executor import ops
 from quire.engine.executor.local import LocalExecutor
@@ -20,7 +21,6 @@ from quire.engine.executor.lora.packing import packer_for, values
 from quire.engine.executor.models.hf import load_model
 from quire.engine.executor.models.linear import Product
 from quire.engine.llm import LLM, Adapter, Completion, Output
-from quire.engine.orders import Resume
 from quire.engine.wire.messages import FOREVER_MS, Beams, Generate, Sampling
 from quire.loadtest.studies.tiny_checkpoints import make_checkpoint as make_tiny
 from tests.checkpoints import VOCAB
@@ -148,7 +148,7 @@ def test_an_answer_resumes_on_another_engine(
             )
         completions.append(llm.unfinished.setdefault(request.id, Completion(prompt, [Output(token_ids=whole[:5])])))
         llm._open_outputs[request.id] = 1
-        llm._box.orders.append(Resume(request, [whole[:5]]))
+        llm._box.commands.append(Resume(request, [whole[:5]]))
     while llm.unfinished:
         llm.step()
     assert [one.outputs[0].token_ids for one in completions] == [one[2] for one in mixed[:8]]

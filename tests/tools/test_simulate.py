@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from quire.engine import loop
+from quire.engine.commands import Command, LocalBox
 from quire.engine.config import EngineConfig
 from quire.engine.core.plan import Sampler, StepPlan, StepResult
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor
 from quire.engine.loop import Engine
 from quire.engine.observers.request_log import RequestLine, RequestLog
-from quire.engine.orders import LocalBox, Order
 from quire.engine.tools import simulate
 from quire.engine.tools.simulate import on_time
 from quire.engine.tools.step_fit import fit
@@ -72,16 +72,16 @@ class Arrivals(LocalBox):
         self.clock = clock
         self.left = sorted(enumerate(jobs), key=lambda pair: -pair[1].at_s - pair[1].claimed_s)
 
-    def drain(self, wait_s: float) -> list[Order]:
+    def drain(self, wait_s: float) -> list[Command]:
         due = self.clock.now - 1000.0
         if wait_s and self.left and (at := self.left[-1][1].at_s + self.left[-1][1].claimed_s) > due:
             due = at
             self.clock.now = 1000.0 + due
-        orders: list[Order] = []
+        commands: list[Command] = []
         while self.left and self.left[-1][1].at_s + self.left[-1][1].claimed_s <= due:
             number, job = self.left.pop()
-            orders.append(self.request(number, job))
-        return orders
+            commands.append(self.request(number, job))
+        return commands
 
     def request(self, number: int, job: Job) -> Generate:
         rng = random.Random(number)

@@ -77,7 +77,7 @@ class BusModel(RuleBasedStateMachine):
         self.making_room: str | None = None  # the engine that claims nothing until the first suspect fits
         self.condemned: list[str] = []
         self.over: set[str] = set()
-        self.orders: dict[str, list[str]] = {name: [] for name in ENGINES}
+        self.commands: dict[str, list[str]] = {name: [] for name in ENGINES}
         self.ordered: set[str] = set()  # withdrawn while held: its engine must not run it again
         self.run(self.gateway.open())
         for engine in self.engines.values():
@@ -237,9 +237,9 @@ class BusModel(RuleBasedStateMachine):
         self.leave(name)
         self.suspects.discard(name)
         self.over.add(name)
-        # A held one stays with its engine, who gets one order and will report it finished.
+        # A held one stays with its engine, who gets one command and will report it finished.
         if (owner := self.owner(name)) is not None and name not in self.ordered:
-            self.orders[owner].append(name)
+            self.commands[owner].append(name)
             self.ordered.add(name)
 
     @rule(
@@ -343,8 +343,8 @@ class BusModel(RuleBasedStateMachine):
         self.room[name] = room if len(expected) < requests else 0
         assert [request.id for request in claimed.generates] == expected
         assert claimed.resumed == {one: [LoggedOutput(self.log[one])] for one in expected if self.log[one]}
-        assert [order.id for order in claimed.aborts] == self.orders[name]
-        self.orders[name] = []
+        assert [abort.id for abort in claimed.aborts] == self.commands[name]
+        self.commands[name] = []
 
     def move_overdue_heads(self) -> None:
         while (name := self.head("on_time")) in self.overdue:

@@ -8,7 +8,7 @@ import random
 import msgspec
 import pytest
 
-from quire.engine.orders import on_own_clock
+from quire.engine.commands import on_own_clock
 from quire.engine.wire.clock import ALARM_S, SAMPLES, SLACK_MS, RedisClock, steady_ms
 from tests.wire.sides import LONG_MS, Bus, generate, load, take
 

@@ -86,9 +86,9 @@ async def test_after_500_random_departures_the_books_balance(
         await settled(lambda: all(served.streams.fleet.engines for served in gateways))
         await asyncio.gather(*(one(number) for number in range(500)))
         for served in gateways:
-            for order in list(served.streams.orders._orders.values()):
-                if order.timer is not None and order.running:  # no client resumes it, as after resume_s
-                    served.streams.orders._abandon(order)
+            for submission in list(served.streams.submissions._submissions.values()):
+                if submission.timer is not None and submission.running:  # no client resumes it, as after resume_s
+                    served.streams.submissions._abandon(submission)
         await settled(lambda: not fake.busy)
     for served in gateways:
         await served.streams.stop()
@@ -98,7 +98,7 @@ async def test_after_500_random_departures_the_books_balance(
     assert usage["requests"] >= len(fake.seen)
     assert 0 < read <= usage["delivered"] < usage["generated"]
     assert 0 < complete < 500
-    # An order that was read at two gateways has a record from each, in any order: the furthest one counts.
+    # A submission that was read at two gateways has a record from each, in any order: the furthest one counts.
     furthest = {one.request_id: one for one in sorted(recorded, key=lambda one: one.delivered)}
     assert sum(one.generated for one in furthest.values()) == usage["generated"]
     assert sum(one.delivered for one in furthest.values()) == usage["delivered"]

@@ -307,7 +307,9 @@ async def test_an_answer_is_cancelled_at_any_gateway_by_its_owner_alone(
                     assert '"code":"cancelled"' in "".join(ending)
                     assert ending[-1] == "data: [DONE]"
             assert await refusal(first.session, f"/v1/streams/{answer}", **mine) == (410, "stream_gone")
-            await settled(lambda: not first.streams.orders._orders and not other.streams.orders._orders)
+            await settled(
+                lambda: not first.streams.submissions._submissions and not other.streams.submissions._submissions
+            )
 
 
 async def test_a_retry_attaches_to_the_running_and_to_the_finished_answer(

@@ -57,8 +57,12 @@ async def test_forty_at_a_byte_each_cost_bounded_memory_and_no_blocks_and_delay_
             assert len(served.streams) == SLOW  # the engine has nothing left of them, and they still read
             buffers = [transport.get_write_buffer_size() for transport in served.transports()]
             assert max(buffers) <= WRITE_BUFFER_BYTES + EVENT_BYTES
-            assert 0 < served.streams.orders.backlog.held <= SLOW * MAILBOX_BYTES
-            held = [box for order in served.streams.orders._orders.values() for box in order.readers[0][0].mailboxes]
+            assert 0 < served.streams.submissions.backlog.held <= SLOW * MAILBOX_BYTES
+            held = [
+                box
+                for submission in served.streams.submissions._submissions.values()
+                for box in submission.readers[0][0].mailboxes
+            ]
             assert max(len(box._tokens) for box in held) <= MAILBOX_BYTES // 4
             assert max(box.next - box.at for box in held) > MAILBOX_BYTES // 4  # the rest is in the log alone
 
@@ -77,4 +81,4 @@ async def test_forty_at_a_byte_each_cost_bounded_memory_and_no_blocks_and_delay_
         ids = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
         assert ids == says(byte_level_tokenizer)(fake.seen[1], 0)[0][:TOKENS]
         await settled(lambda: len(served.streams) == 0)
-        assert served.streams.orders.backlog.held == 0
+        assert served.streams.submissions.backlog.held == 0

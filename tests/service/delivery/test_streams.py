@@ -36,8 +36,8 @@ from quire.service.config import GatewayConfig
 from quire.service.delivery import admission, queue_updates
 from quire.service.delivery.admission import JITTER, Cost, Decision, Promised
 from quire.service.delivery.mailbox import MAILBOX_BYTES, Backlog, Mailbox
-from quire.service.delivery.orders import REQUEST_LOST
 from quire.service.delivery.streams import SUBMITS, AlreadySubmitted, Streams
+from quire.service.delivery.submissions import REQUEST_LOST
 from tests.service.fakes import a_load, settled
 
 
@@ -208,7 +208,7 @@ async def streams(wire: Wire) -> AsyncIterator[Streams]:
     yield made
     await made.stop()
     assert len(made) == 0
-    assert made.orders.backlog.held == 0
+    assert made.submissions.backlog.held == 0
 
 
 COST = Cost(prompt_tokens=3, timeout_s=60.0)
@@ -229,7 +229,7 @@ def decisions(monkeypatch: pytest.MonkeyPatch) -> list[Fleet]:
     return seen
 
 
-def orders(prompts: int = 1, n: int = 1) -> list[Generate]:
+def requests(prompts: int = 1, n: int = 1) -> list[Generate]:
     deadline_ms = int(time.time() * 1000) + 60_000
     return [Generate(f"r.{at}", "g", [1, 2, 3], 9, Sampling(), deadline_ms, n=n) for at in range(prompts)]
 
@@ -239,7 +239,7 @@ async def put(wire: Wire, *deltas: Delta) -> None:
 
 
 async def test_deltas_find_their_choice(streams: Streams, wire: Wire) -> None:
-    async with streams.open(orders(prompts=2, n=2), COST) as opened:
+    async with streams.open(requests(prompts=2, n=2), COST) as opened:
         assert wire.submitted == ["r.0", "r.1"]
         await put(wire, Delta("r.1", 0, [5], index=0), Delta("r.0", 0, [6], index=1), Delta("other.0", 0, [7]))
         changed = await anext(opened)
@@ -254,7 +254,7 @@ async def test_deltas_find_their_choice(streams: Streams, wire: Wire) -> None:
 
 
 async def test_leaving_early_cancels_only_what_still_runs(streams: Streams, wire: Wire) -> None:
-    async with streams.open(orders(prompts=2), COST) as opened:
+    async with streams.open(requests(prompts=2), COST) as opened:
         await put(wire, Delta("r.0", 0, [1], Finish("stop")))
         await anext(opened)
     await asyncio.sleep(0)
@@ -262,7 +262,7 @@ async def test_leaving_early_cancels_only_what_still_runs(streams: Streams, wire
 
 
 async def test_a_choice_that_is_done_early_stops_alone(streams: Streams, wire: Wire) -> None:
-    async with streams.open(orders(prompts=2, n=3), COST) as opened:
+    async with streams.open(requests(prompts=2, n=3), COST) as opened:
         await put(wire, *(Delta("r.1", 0, [1], index=index) for index in range(3)))
         await anext(opened)
         opened.end(4)
@@ -278,7 +278,7 @@ async def test_a_choice_that_is_done_early_stops_alone(streams: Streams, wire: W
 
 
 async def test_a_gap_without_a_log_stops_the_engine(streams: Streams, wire: Wire) -> None:
-    async with streams.open(orders(), COST) as opened:
+    async with streams.open(requests(), COST) as opened:
         await put(wire, Delta("r.0", 3, [1]))
         [mailbox] = await anext(opened)
         finish = drain(mailbox)[1]
@@ -289,7 +289,7 @@ async def test_a_gap_without_a_log_stops_the_engine(streams: Streams, wire: Wire
 
 
 async def test_a_deadline_ends_every_choice_and_the_engines_work(streams: Streams, wire: Wire) -> None:
-    async with streams.open(orders(n=2), msgspec.structs.replace(COST, timeout_s=0.02)) as opened:
+    async with streams.open(requests(n=2), msgspec.structs.replace(COST, timeout_s=0.02)) as opened:
         changed = await anext(opened)
         assert [drain(mailbox) for mailbox in changed] == [([], Finish("deadline"))] * 2
     await asyncio.sleep(0)
@@ -299,7 +299,7 @@ async def test_a_deadline_ends_every_choice_and_the_engines_work(streams: Stream
 async def test_a_queue_out_of_reach_is_503(streams: Streams, wire: Wire) -> None:
     wire.down = True
     with pytest.raises(Refusal) as caught:
-        async with streams.open(orders(prompts=3), COST):
+        async with streams.open(requests(prompts=3), COST):
             pytest.fail("must not open")
     assert caught.value.status == 503
     assert len(streams) == 0
@@ -307,13 +307,13 @@ async def test_a_queue_out_of_reach_is_503(streams: Streams, wire: Wire) -> None
 
 async def test_a_queue_that_has_grown_is_decided_on_again(streams: Streams, wire: Wire, decisions: list[Fleet]) -> None:
     wire.refusals = 1
-    async with streams.open(orders(prompts=2), COST):
+    async with streams.open(requests(prompts=2), COST):
         assert [fleet.queued_tokens for fleet in decisions] == [20, 3]
         assert wire.submitted == ["r.0", "r.1"]
         assert wire.asked == [QueueBounds(10), QueueBounds(20)]
     wire.refusals = 100
     with pytest.raises(Refusal) as caught:
-        async with streams.open(orders(), COST):
+        async with streams.open(requests(), COST):
             pytest.fail("must not open")
     assert caught.value.status == 429
     assert len(streams) == 0
@@ -332,11 +332,11 @@ async def test_admission_decides_with_the_clock_and_the_jitter_of_the_streams(wi
     load = a_load(step_s=0.01, tokens_per_s=100.0, blocks_per_s=10.0, prompt_tokens=1000, generated_tokens=1000)
     wire.fleets[0] = Fleet(engines=[load], queued=0, queued_tokens=0, time_ms=1)
     await made.start()
-    async with made.open(orders(), COST):
+    async with made.open(requests(), COST):
         assert wire.submitted == ["r.0"]
     later_ms = 3_600_000
     with pytest.raises(Refusal) as caught:
-        async with made.open(orders(), COST):
+        async with made.open(requests(), COST):
             pytest.fail("must not open")
     assert (caught.value.status, caught.value.retry_after_s) == (429, 1.0 + JITTER * 0.5)
     await made.stop()
@@ -345,7 +345,7 @@ async def test_admission_decides_with_the_clock_and_the_jitter_of_the_streams(wi
 async def test_a_full_queue_is_503(streams: Streams, wire: Wire) -> None:
     wire.queue_full = True
     with pytest.raises(Refusal) as caught:
-        async with streams.open(orders(), COST):
+        async with streams.open(requests(), COST):
             pytest.fail("must not open")
     assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (503, "queue_full", 5.0)
 
@@ -355,7 +355,7 @@ async def test_a_late_request_begins_with_its_place_and_is_updated(
 ) -> None:
     monkeypatch.setattr(queue_updates, "UPDATE_S", 0.02)
     wire.lane, wire.waiting["r.0"] = "late", Place("late", 3)
-    async with streams.open(orders(), COST) as opened:
+    async with streams.open(requests(), COST) as opened:
         opened._heartbeat_s = 1000.0
         waiting = opened.waiting
         assert waiting is not None
@@ -383,7 +383,7 @@ async def test_tokens_that_are_quicker_than_the_reply_to_a_submit_end_the_wait(
 
     monkeypatch.setattr(wire, "submit", slowly)
     wire.lane = "late"
-    async with streams.open(orders(), COST) as opened:
+    async with streams.open(requests(), COST) as opened:
         assert opened.waiting is not None
         assert opened.waiting.headers().keys() == {"x-queue-lane", "x-queue-wait"}
         assert len(await anext(opened)) == 1
@@ -394,7 +394,7 @@ async def test_places_are_read_in_one_batch_and_only_of_what_waits(
 ) -> None:
     monkeypatch.setattr(queue_updates, "UPDATE_S", 0.02)
     wire.waiting["r.0"] = Place("late", 3)
-    async with streams.open(orders(), COST) as opened:
+    async with streams.open(requests(), COST) as opened:
         assert opened.waiting is not None
         await settled(lambda: opened.waiting.lane == "late")  # type: ignore[union-attr]  # it was overdue
         del wire.waiting["r.0"]  # claimed
@@ -420,7 +420,7 @@ async def test_a_crowd_submits_a_few_at_a_time_and_learns_of_an_outage_together(
         return await submit(*requests, **more)
 
     async def ask(number: int) -> int:
-        request = msgspec.structs.replace(orders()[0], id=f"r{number}.0")
+        request = msgspec.structs.replace(requests()[0], id=f"r{number}.0")
         try:
             async with streams.open([request], COST):
                 return 200
@@ -436,7 +436,7 @@ async def test_a_crowd_submits_a_few_at_a_time_and_learns_of_an_outage_together(
 
 
 async def test_silence_beats_and_news_postpones_it(streams: Streams, wire: Wire) -> None:
-    async with streams.open(orders(), COST) as opened:
+    async with streams.open(requests(), COST) as opened:
         assert await anext(opened) == []
         await put(wire, Delta("r.0", 0, [1]))
         assert len(await anext(opened)) == 1
@@ -459,7 +459,7 @@ async def test_the_fleet_is_seen_on_this_clock_and_our_own_orders_count_at_once(
     await settled(lambda: "e0" in streams.fleet.exchanged_ms)
     exchanged_ms = streams.fleet.exchanged_ms["e0"] + 2000
     assert before_ms - 100 <= exchanged_ms <= time.time() * 1000 + 100  # but this one is
-    async with streams.open(orders(), COST):
+    async with streams.open(requests(), COST):
         assert streams.fleet.queued_tokens == 3
     wire.fleets[0] = Fleet(engines=[], queued=0, queued_tokens=0, time_ms=1)
     await settled(lambda: streams.fleet.engines == [])
@@ -469,7 +469,7 @@ async def test_a_reader_that_breaks_starts_again_and_no_other_part_hides_it(
     streams: Streams, wire: Wire, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(supervision, "BACKOFF_S", (0.3, 0.3))
-    async with streams.open(orders(), COST) as opened:
+    async with streams.open(requests(), COST) as opened:
         await put(wire, Delta("r.0", 0, [1]))
         assert drain((await anext(opened))[0]) == ([1], None)
         wire.incoming.put_nowait(cast(TokenBatch, None))
@@ -508,7 +508,7 @@ async def test_a_task_that_cannot_be_had_gives_up_and_is_dead_before(
 async def test_only_a_submit_that_could_be_clears_what_a_submit_found(streams: Streams, wire: Wire) -> None:
     wire.full = True
     with pytest.raises(Refusal):
-        async with streams.open(orders(), COST):
+        async with streams.open(requests(), COST):
             pytest.fail("must not open")
     readings = streams.fleet_watch.readings
     await settled(lambda: streams.fleet_watch.readings > readings + 3)
@@ -596,8 +596,8 @@ async def test_many_who_do_not_read_cost_no_more_than_the_backlog(wire: Wire) ->
             finish = Finish("length") if first == 5_900 else None
             deltas = [Delta(request.id, first, tokens[first : first + 100], finish) for request in requests]
             made.deliver(TokenBatch("e0", deltas))
-            assert made.orders.backlog.held <= 2**20
-        assert made.orders.backlog.held > 2**19
+            assert made.submissions.backlog.held <= 2**20
+        assert made.submissions.backlog.held > 2**19
         wire.logs = {request.id: [LoggedOutput(tokens, Finish("length"))] for request in requests}
         for one in opened:
             got: list[int] = []
@@ -608,7 +608,7 @@ async def test_many_who_do_not_read_cost_no_more_than_the_backlog(wire: Wire) ->
                     if end is not None:
                         one.end(mailbox.choice)
             assert got == tokens
-        assert made.orders.backlog.held == 0
+        assert made.submissions.backlog.held == 0
         assert max(count for *_, count in wire.reads) <= MAILBOX_BYTES // 4
     assert wire.cancelled == []
     await made.stop()
@@ -616,7 +616,7 @@ async def test_many_who_do_not_read_cost_no_more_than_the_backlog(wire: Wire) ->
 
 
 async def test_a_gateway_that_was_given_up_listens_again_and_reads_what_it_missed(streams: Streams, wire: Wire) -> None:
-    async with streams.open(orders(), COST) as opened:
+    async with streams.open(requests(), COST) as opened:
         await put(wire, Delta("r.0", 0, [1]))
         [mailbox] = await anext(opened)
         assert drain(mailbox) == ([1], None)
@@ -642,7 +642,7 @@ async def test_what_redis_interrupts_is_read_again_with_the_next_reading(
         return await attach(request_id, listen=listen)
 
     monkeypatch.setattr(wire, "attach", interrupted)
-    async with streams.open(orders(), COST) as opened:
+    async with streams.open(requests(), COST) as opened:
         await put(wire, Delta("r.0", 0, [1]))
         [mailbox] = await anext(opened)
         assert drain(mailbox) == ([1], None)
@@ -653,7 +653,7 @@ async def test_what_redis_interrupts_is_read_again_with_the_next_reading(
 
 
 async def test_who_has_no_log_any_more_is_told(streams: Streams, wire: Wire) -> None:
-    async with streams.open(orders(), COST) as opened:
+    async with streams.open(requests(), COST) as opened:
         await put(wire, Delta("r.0", 0, [1]))
         [mailbox] = await anext(opened)
         assert drain(mailbox) == ([1], None)
@@ -664,7 +664,7 @@ async def test_who_has_no_log_any_more_is_told(streams: Streams, wire: Wire) -> 
 
 async def test_tokens_that_redis_has_lost_are_waited_for(streams: Streams, wire: Wire) -> None:
     """The reader knows the length of its answer; the engine resends the tokens that the log lacks."""
-    async with streams.open(orders(), COST) as opened:
+    async with streams.open(requests(), COST) as opened:
         wire.logs["r.0"] = [LoggedOutput([])]
         await put(wire, Delta("r.0", 3, [4], Finish("length")))
         reading = asyncio.create_task(anext(opened))
@@ -678,9 +678,9 @@ async def test_tokens_that_redis_has_lost_are_waited_for(streams: Streams, wire:
 async def test_what_a_slow_reader_has_still_to_read_is_kept(wire: Wire) -> None:
     made = Streams(cast(GatewaySide, wire), GatewayConfig(fleet_s=0.01, retain_s=15.0), Telemetry("g"))
     await made.start()
-    async with made.open(orders(), COST):
+    async with made.open(requests(), COST):
         await put(wire, Delta("r.0", 0, [1], Finish("length")))
-        made.orders._kept -= 10.0  # a while ago
+        made.submissions._kept -= 10.0  # a while ago
         await settled(lambda: wire.kept == ["r.0"])
     await made.stop()
 
@@ -690,20 +690,20 @@ async def test_trouble_that_is_known_refuses_at_once_and_passes(streams: Streams
     await settled(lambda: streams.trouble is not None)
     wire.asked.clear()
     with pytest.raises(Refusal) as caught:
-        async with streams.open(orders(), COST):
+        async with streams.open(requests(), COST):
             pytest.fail("must not open")
     assert (caught.value.status, caught.value.retry_after_s) == (503, 2.0)
     assert wire.asked == []  # no reader waits for known tokens
     wire.down = False
     await settled(lambda: streams.trouble is None)
-    async with streams.open(orders(), COST):
+    async with streams.open(requests(), COST):
         assert len(wire.asked) == 1
 
 
 async def test_a_request_that_came_before_is_told(streams: Streams, wire: Wire) -> None:
     wire.duplicate = DuplicateRequest("q.0", True)
     with pytest.raises(AlreadySubmitted) as caught:
-        async with streams.open(orders(), COST, idempotency_key=IdempotencyKey("k", "b")):
+        async with streams.open(requests(), COST, idempotency_key=IdempotencyKey("k", "b")):
             pytest.fail("must not open")
     assert caught.value.duplicate.request_id == "q.0"
     assert wire.cancelled == []

@@ -207,7 +207,9 @@ async def test_a_stopped_answer_is_computed_no_longer(
                         await settled(lambda: served.streams.fleet.late.requests == 1)
                 await answer.stop()
             await settled(
-                lambda: served.streams.fleet.queued == 0 and not fake.busy and not served.streams.orders._orders
+                lambda: (
+                    served.streams.fleet.queued == 0 and not fake.busy and not served.streams.submissions._submissions
+                )
             )
         assert len(fake.seen) == len(fake.aborted) == 1
 

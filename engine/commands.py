@@ -1,4 +1,4 @@
-"""Inputs and outputs of the step loop: orders (control messages to the engine), tokens and reports.
+"""Inputs and outputs of the step loop: commands (control messages to the engine), tokens and reports.
 
     Inbox.drain() ==Generate, Resume, Abort, ResetPrefixCache==> Engine.turn ==Outputs, Report==> Outbox.put()
                       '-- Refused, Returned: made by a gate
@@ -20,14 +20,14 @@ from quire.engine.wire.records import ANY_TOKENS
 
 
 class Resume(msgspec.Struct, frozen=True):
-    """Order to continue a request that an earlier engine began."""
+    """Command to continue a request that an earlier engine began."""
 
     request: Generate
     outputs: list[list[int] | None]  # output tokens per choice so far; None: the choice has ended
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """Order to end a request with an error, because its grammar or its adapter cannot be used."""
+    """Command to end a request with an error, because its grammar or its adapter cannot be used."""
 
     request: Generate
     outputs: list[list[int] | None] | None  # as in Resume; None: no engine began it
@@ -35,21 +35,21 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class Returned(msgspec.Struct, frozen=True):
-    """Order to return a request to the queue, for another engine: this one cannot use its LoRA adapter."""
+    """Command to return a request to the queue, for another engine: this one cannot use its LoRA adapter."""
 
     request: Generate
     why: str  # error line for the client, if no other engine has the adapter
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
-    """Order to empty the prefix cache.  Running requests keep their blocks."""
+    """Command to empty the prefix cache.  Running requests keep their blocks."""
 
 
-Order = Generate | Resume | Refused | Returned | Abort | ResetPrefixCache
+Command = Generate | Resume | Refused | Returned | Abort | ResetPrefixCache
 
 
 class Inbox(Protocol):
-    """The source of orders."""
+    """The source of commands."""
 
     @property
     def relieved(self) -> bool:
@@ -59,8 +59,8 @@ class Inbox(Protocol):
     def queued(self) -> int:
         """This engine's share of the requests that wait in the shared queue."""
 
-    def drain(self, wait_s: float) -> Sequence[Order]:
-        """Return all new orders; wait up to `wait_s` seconds for the first one."""
+    def drain(self, wait_s: float) -> Sequence[Command]:
+        """Return all new commands; wait up to `wait_s` seconds for the first one."""
 
 
 class StepCosts(msgspec.Struct, frozen=True):
@@ -107,12 +107,12 @@ class LocalBox:
     queued = 0
 
     def __init__(self, on_delta: Callable[[Delta], None]) -> None:
-        self.orders: list[Order] = []  # the caller appends orders, the engine removes them
+        self.commands: list[Command] = []  # the caller appends commands, the engine removes them
         self._on_delta = on_delta
 
-    def drain(self, wait_s: float) -> list[Order]:
-        orders, self.orders = self.orders, []
-        return orders
+    def drain(self, wait_s: float) -> list[Command]:
+        commands, self.commands = self.commands, []
+        return commands
 
     def put(self, outputs: Outputs, report: Report) -> None:
         for deltas in outputs.deltas.values():
@@ -120,11 +120,11 @@ class LocalBox:
                 self._on_delta(delta)
 
 
-def request_of(order: Order) -> Generate | None:
-    """Return the request that an order contains; None: the order contains no request."""
-    if isinstance(order, Abort | ResetPrefixCache):
+def request_of(command: Command) -> Generate | None:
+    """Return the request that a command contains; None: the command contains no request."""
+    if isinstance(command, Abort | ResetPrefixCache):
         return None
-    return order.request if isinstance(order, Resume | Refused | Returned) else order
+    return command.request if isinstance(command, Resume | Refused | Returned) else command
 
 
 def on_own_clock(request: Generate, clock: RedisClock) -> Generate:
