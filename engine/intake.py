@@ -15,7 +15,7 @@ from quire.engine.commands import Command, Refused, ResetPrefixCache, Resume, Re
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.wire.messages import Generate
 
-TURN_TOKENS = 2**18  # work of one turn, in tokens of prompts and earlier outputs: about 8 ms
+TURN_TOKENS = 2**18  # maximum work of one turn, in tokens of prompts and earlier outputs: about 8 ms
 COMMAND_TOKENS = 512  # work of a command besides its tokens, in the same unit: about 16 us
 RESET_BLOCKS = 8_192  # maximum blocks that one turn of the loop evicts from the prefix cache: about 7 ms
 

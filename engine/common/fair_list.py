@@ -28,7 +28,7 @@ class FairList(Generic[Key]):
         return self._count
 
     def add(self, tenant: str, key: Key, weight: float = 1.0) -> None:
-        """Append a key to a tenant's work; a key that waits already keeps its place.  `weight` > 0."""
+        """Append a key to a tenant's work; a key that is already waiting keeps its place.  `weight` > 0."""
         self._weights[tenant] = weight
         if tenant not in self._waiting:
             self._waiting[tenant] = {}

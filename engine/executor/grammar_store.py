@@ -167,7 +167,7 @@ class GrammarStore:
         self._grammars: dict[str, Grammar] = {}  # held and kept grammars by text
         self._holders: dict[str, tuple[Grammar, str]] = {}  # request id -> the grammar that it holds, and its tenant
         self._work: FairList[str] = FairList()
-        self._kept: OrderedDict[str, int] = OrderedDict()  # text -> bytes at its release, oldest first
+        self._kept: OrderedDict[str, int] = OrderedDict()  # text -> bytes when its last request ended, oldest first
         self._kept_bytes = self._held_bytes = 0  # sums, unscaled
         self._finished: deque[str] = deque()
         self._evicted: deque[Grammar] = deque()  # grammars that a thread will free, which takes up to a millisecond

@@ -236,7 +236,7 @@ class Grammars:
         """Give a slot the grammar of the sequence that starts or jumps in it, advanced by the tokens emitted before.
 
         The request holds the grammar in `store`, where it is compiled: this never waits.
-        A sequence that jumps keeps its matcher.  Steps in flight keep the old row, which allows no token any more."""
+        A sequence that jumps keeps its matcher.  Steps in flight use the slot's old mask, which allows no token now."""
         sampling, emitted = sampler.sampling, sampler.history[sampler.prompt_len :]
         held = self._bits(sampler.stop_ids) if sampler.stop_ids else None
         before = self._rows.get(slot)

@@ -61,7 +61,8 @@ def pack(values: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Te
 def _lane_words(values: Tensor) -> Tensor:
     """Return [row blocks, k blocks, 1024] u8: the words of each lane, alternating between its two rows."""
     single = torch.stack([values & 0xF, values >> 4], -1).flatten(1)
-    # Row 8 r + g and column 64 half + 32 h + 8 t + 4 j + byte of a packed block are in word 2 j + r.
+    # Row 8 r + g and column 64 half + 32 h + 8 t + 4 j + byte of a packed block: word 2 j + r of lane 4 g + t, byte
+    # `byte`; h = 0 in the low nibble, h = 1 in the high one.
     split = single.view(-1, 2, 8, single.shape[1] // INPUTS, 2, 2, 4, 2, 4)
     block, r, g, record, half, h, t, j, byte = range(9)
     low, high = split.permute(h, block, record, half, g, t, j, r, byte)

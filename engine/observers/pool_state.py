@@ -155,7 +155,7 @@ class TableReader:
 
 
 class PoolPublisher:
-    """Writes the newest snapshot to Redis, on the bus thread.  The loop's thread only calls offer()."""
+    """Writes the newest snapshot to Redis, on the bus thread.  The step loop's thread only calls offer()."""
 
     def __init__(self, engine: str, loop: asyncio.AbstractEventLoop) -> None:
         self.wanted = False  # whether a gateway watches; the bus thread sets it after each sync

@@ -10,10 +10,10 @@ one with `--lora-slots 0`, one with slots.  Sequences of 16 tokens decode at the
     base       base rows of the engine with slots
     mixed      the adapters in turn: sequence i has adapter i modulo their number
 
-Each round times the three in another order.  Prints one line of JSON: per batch size ms per step and, over the rounds,
-median, minimum and maximum of the ratios `base` to `without` and `mixed` to `without`.  Then base rows decode while a
-request needs an adapter that must be loaded: the longest step, in ms and in CPU time of the loop's thread, and the TTFT
-of that request.
+Each round times the three in another order.  Prints one line of JSON.  For each batch size it has the ms per step,
+and the ratios `base` / `without` and `mixed` / `without`: median, minimum and maximum over the rounds.  Then base
+rows decode while a request needs an adapter that must be loaded: the longest step, in ms and in CPU time of the
+loop's thread, and the TTFT of that request.
 
 --cpu-time measures steps in CPU time of the loop's thread.  With --threads 1 this is the complete step on a CPU.
 """

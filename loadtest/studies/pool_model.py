@@ -129,7 +129,7 @@ class Pool:
         return True
 
     def _earliest(self, request: Request, full: Array) -> int:
-        """Return the first step in which a request might start, for the steps `full` that have too few blocks for it.
+        """Return the first step in which a request might start.  `full`: the steps with too few free blocks for it.
 
         The blocks held in a given step never become fewer, since starts only add to them.  So in each full step the
         request must have ended, not have started yet, or be short enough to fit."""

@@ -43,7 +43,7 @@ class Called(NamedTuple):
 
 
 def joined(name: str, namespace: str | None) -> str:
-    """Return the name in the chat of a tool in a namespace."""
+    """Return the name by which the model sees a tool: with its namespace in front, if it has one."""
     if not namespace:
         return name
     return namespace + name if namespace.endswith(JOINED) else f"{namespace}{JOINED}{name}"
@@ -69,7 +69,7 @@ def each_tool(
 
 
 def names_of(tools: list[Tool]) -> dict[str, Called]:
-    """Return name in the chat -> client's name, for each tool whose names differ."""
+    """Return {name that the model sees: what the client calls it}, for custom tools and tools of a namespace."""
     found: dict[str, Called] = {}
     for _, namespace, tool in each_tool(tools):
         kind, name = tool.get("type"), tool.get("name")

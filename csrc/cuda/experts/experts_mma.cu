@@ -143,8 +143,9 @@ __device__ void multiply(const T* low, const T* high, const T* const (&x)[kTiles
 
 using Partial = float[kWarps][kMaxTiles * 4][kWarp];  // accumulators per warp and lane
 
-// Multiplies 16 rows by all pairs of an expert.  of_pair(i): input of pair i of the list.  For each i one warp of a
-// group calls use(i, low, high) with the results of rows g and g + 8.  All threads of the CTA must call this.
+// Multiplies 16 rows by all pairs of an expert.  of_pair(i): input of pair i of the list.  For each i one of the kSlices
+// warps that share a tile calls use(i, low, high) with the results of rows lane / 4 and lane / 4 + 8.  All threads of
+// the CTA must call this.
 template <int kSlices, class T, class OfPair, class Use>
 __device__ void for_all_pairs(int count, const T* low, const T* high, int size, Partial& partial, const OfPair& of_pair,
                               const Use& use) {

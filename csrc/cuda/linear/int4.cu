@@ -61,8 +61,8 @@ Int4Params params_of(const Int4Args& a) {
   return p;
 }
 
-// Quantises x; eight lanes convert the 128 elements of a token in one packed block.  Grid (tokens * k blocks / chunks
-// per thread block).  Memory traffic: tokens * inner * 4 bytes.
+// Quantises x.  Eight lanes convert a chunk: the 128 elements of a token in one packed block.  Grid: (tokens * k blocks)
+// chunks, divided by the chunks per thread block.  Memory traffic: tokens * inner * 4 bytes.
 template <int kGroups>
 __global__ void __launch_bounds__(kConverting) convert_kernel(Int4Args a, char* to, char* x_scales) {
   let_next_kernel_start();

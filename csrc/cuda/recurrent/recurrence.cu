@@ -17,7 +17,7 @@ namespace {
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kGroups = 4, kWarpColumns = 32 / kGroups, kColumns = kWarps * kWarpColumns;
 constexpr int kTokens = 16, kWarpTokens = kTokens / kWarps;  // tokens whose inputs are prepared at once
-constexpr int kVector = 4;                                   // keys per access to shared memory
+constexpr int kVector = 4;                                   // elements of a query or key per access to shared memory
 constexpr int kValueLoads = kTokens * kColumns / kThreads;
 
 // Inputs of up to kTokens tokens, ready for use.

@@ -58,8 +58,8 @@ LoraRows lora_rows_of(const at::Tensor& x_or_y, const at::Tensor& weights, const
   };
 }
 
-// Checks h [splits, rows, ranks], partial sums of A x, or A x [1, rows, ranks] in the model's dtype.  Returns the number
-// of partial sums; 0: it is A x.
+// Checks h: either partial sums of A x, float32 [splits, rows, ranks], or A x itself, [1, rows, ranks] in the model's
+// dtype.  Returns the number of partial sums; 0: it is A x.
 int check_h(const at::Tensor& h, const at::Tensor& x_or_y) {
   Size splits("splits"), rows("rows"), ranks("ranks");
   rows.agree("x or y", x_or_y.size(0));

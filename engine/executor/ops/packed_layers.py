@@ -98,12 +98,14 @@ def widened_rows() -> tuple[int, int] | None:
 def pack_int8(values: torch.Tensor, scale: torch.Tensor, *, ordered: bool = True, float32_out: bool = False) -> Packed:
     """Pack the int8 weight values [out, in] times scale [out] float32 for `packed_linear` on a CPU.
 
-    ordered: a row's bits must not depend on the batch.  If false, many rows of bfloat16 use weights dequantised to
-    bfloat16 if that is faster (`widened_rows`).  float32_out: as in `pack_weight`.
+    ordered      a row's bits must not depend on the batch.  If false, x in bfloat16 with many rows is multiplied by
+                 weights dequantised to bfloat16, where that is faster (`widened_rows`)
+    float32_out  the result is not rounded to the weight's dtype
 
     `packed_linear` takes x of any dtype and quantises each row to 16 bits.  The error against float64 is at most
     inner / 65,000 * max |x| * max |weight|, before the last rounding.  Bits of a row do not depend on the batch, on
-    threads or on the CPU.  Weights dequantised to bfloat16 are exact, x is not rounded, and sums are float32."""
+    threads or on the CPU.  Weights that are dequantised to bfloat16 are exact; then x is not rounded, and sums are
+    float32."""
     widen = not ordered and widened_rows() is not None
     strips = _in_strips(values.view(torch.uint8) ^ 0x80)
     columns = strips.shape[0] * strips.shape[2]

@@ -71,7 +71,7 @@ class OneShot:
         return few and self.inboxes.takes(rows, size, dtype, words=True)
 
     def takes(self, rows: int, size: int, dtype: torch.dtype) -> bool:
-        """Return whether parts [rows, size] can be reduced here.  Equal on all ranks."""
+        """Return whether the one-shot all-reduce takes parts [rows, size].  Equal on all ranks."""
         fits = rows * size * dtype.itemsize <= self.max_bytes
         return fits and (self.sends_words(rows, size, dtype) or self.inboxes.takes(rows, size, dtype, words=False))
 

@@ -113,7 +113,7 @@ class GrammarsOfRanks:
 
 
 class RankGrammars:
-    """The counterpart of rank 0's GrammarsOfRanks on another rank."""
+    """The grammars of a rank other than 0, which follows the messages of rank 0 (GrammarsOfRanks)."""
 
     def __init__(self, store: GrammarStore | None) -> None:
         """`store`: of this rank; None: the model supports no grammars, on any rank."""

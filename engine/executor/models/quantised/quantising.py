@@ -250,7 +250,7 @@ class Quantising:
                     setattr(parent, name, awaiting)
 
     def _swap_experts(self, model: PreTrainedModel) -> None:
-        """Make experts that our kernels can compute in e4m3 await their weights.  Logs which are not, and why."""
+        """Make experts that our kernels can compute in e4m3 await their weights.  Logs the others, and why."""
         # No kernel multiplies by experts in int4.
         rounds = self.kind == "fp8" or (self.kind == "int4" and self._device.type != "cpu")
         if not (self._stored_experts or rounds):
