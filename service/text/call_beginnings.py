@@ -45,12 +45,21 @@ def beginnings_of_calls(responses: ResponseTemplate, head: str) -> CallBeginning
         texts.append(marker)
     else:
         marker = _shortest(responses, head)
+    patterns = [pattern for pattern in patterns if not _contains_one(pattern, texts)]
     free = [part for one in responses.free_patterns for part in (*beginnings(one), re.sub(r"\\(\W)", r"\1", one))]
     return CallBeginnings(marker, _unique(texts), _unique(patterns), _unique(free))
 
 
 def _unique(texts: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(texts))
+
+
+def _contains_one(pattern: str, texts: list[str]) -> bool:
+    """Return whether each text that a pattern matches begins with one of `texts`: then the pattern excludes no more.
+
+    Every pattern of a grammar costs the token mask time and memory."""
+    found = beginnings(pattern)
+    return bool(found) and all(any(one.startswith(text) for text in texts) for one in found)
 
 
 def _pattern(notation: Notation) -> str | None:

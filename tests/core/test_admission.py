@@ -97,21 +97,18 @@ def test_reserve_counts_blocks_that_two_sequences_computed_at_the_same_time() ->
     """Tables [0, 1, 5 ...] and [0, 2, 5 ...]: what they share is not their beginning alone."""
     machine = SchedulerMachine()
     machine.choose(preempt="recompute", caching=True, host_blocks=40, admission="reserve")
-    plain: dict[str, Any] = {"priority": 0, "prompt_logprobs": -1, "grammar": ""}
-    last = {"life": FAR, "salt": "", "tenant": ("", 1.0)}
-    tail = [45, 10, 12, 29, 32, 1, 31, 34, 30, 22, 46, 1]
-    heavy = {"life": FAR, "salt": "tenant", "tenant": ("heavy", 3.0)}
-    machine.add(prefix=PREFIXES[0], tail=tail, new=1, n=1, seed=7, ignore_eos=False, **plain, **heavy)
-    machine.several_steps(steps=11)
-    light = {"life": 40, "salt": "", "tenant": ("light", 0.5)}
-    machine.add(prefix=PREFIXES[1], tail=[31, 48, 45], new=11, n=2, seed=0, ignore_eos=True, **plain, **light)
-    machine.several_steps(steps=4)
+    plain: dict[str, Any] = {"priority": 0, "prompt_logprobs": -1, "grammar": "", "tenant": ("", 1.0)}
+    own, own_salt = [45, 10, 12, 29, 32, 1, 31, 34], "tenant"
+    machine.add(prefix=PREFIXES[0], tail=own, new=6, n=1, seed=7, ignore_eos=False, life=FAR, salt=own_salt, **plain)
+    machine.several_steps(steps=9)
+    machine.add(prefix=PREFIXES[1], tail=[31, 48], new=6, n=3, seed=0, ignore_eos=True, life=40, salt="", **plain)
+    machine.several_steps(steps=3)
     machine.several_steps(steps=1)
     machine.commit()
-    machine.add(prefix=PREFIXES[0], tail=[], new=1, n=1, seed=3, ignore_eos=False, **plain, **last)
+    machine.add(prefix=PREFIXES[0], tail=[], new=3, n=1, seed=3, ignore_eos=False, life=FAR, salt="", **plain)
     machine.crash()
     machine.crash()
-    machine.several_steps(steps=6)
+    machine.several_steps(steps=8)
     first, second, *_ = [seq.table for seq in machine.rig.core.batch.holders()]
     assert first[1] != second[1]
     assert first[2] == second[2]

@@ -60,11 +60,11 @@ def test_a_file_that_cannot_be_right_is_one_line_before_anything_starts(tmp_path
 
 
 def test_a_misspelt_variable_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUIRE_QUEUE_WAIT", "3")
+    monkeypatch.setenv("QUIRE_LATE_WAIT", "3")
     for command in ("serve", "gateway", "engine"):
         status, says = ended(command)
         assert (status, says.count("\n")) == (2, 1)
-        assert "QUIRE_QUEUE_WAIT is not an option; did you mean QUIRE_QUEUE_WAIT_S?" in says
+        assert "QUIRE_LATE_WAIT is not an option; did you mean QUIRE_LATE_WAIT_S?" in says
 
 
 def test_a_taken_port_and_an_unreachable_redis_are_one_line() -> None:

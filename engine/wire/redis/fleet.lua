@@ -29,7 +29,8 @@ local function follow_clock(reached)
     local left = call('PTTL', key)
     if left > back then call('PEXPIRE', key, left - back) end
   end
-  for _, id in ipairs(call('ZRANGE', P .. 'orphans', 0, -1)) do call('ZINCRBY', P .. 'orphans', -back, id) end
+  local orphans = call('ZRANGE', P .. 'orphans', 0, -1, 'WITHSCORES')
+  for i = 1, #orphans, 2 do call('ZADD', P .. 'orphans', string.format('%.0f', orphans[i + 1] - back), orphans[i]) end
 end
 
 -- Returns whether a lapsed lease means a dead engine: not for AMNESTY_MS after Redis was away.

@@ -12,7 +12,7 @@ import jsonschema
 import llguidance
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
@@ -284,6 +284,7 @@ def test_strict_arguments_hold_where_the_model_decides_to_call(name: str) -> Non
 )
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32))
+@example(seed=304)  # a text for which the grammar of `function-tags` needed more states than a gateway allows
 def test_no_call_in_a_free_text_escapes_its_schema_where_no_marker_closes_calls(name: str, seed: int) -> None:
     form, responses = form_of(name)
     tools = [tool for tool in TOOLS if tool["function"]["name"] in ("weather", "now")]

@@ -42,7 +42,7 @@ end
 local function capacity_elsewhere(me)
   local tokens = free_capacity(me)
   if tokens == 0 then return 0 end
-  for _, engine in ipairs(call('ZREVRANGE', P .. 'offers', '0', WAKE_TRIES)) do
+  for _, engine in ipairs(call('ZREVRANGEBYSCORE', P .. 'offers', '+inf', '-inf', 'LIMIT', '0', WAKE_TRIES)) do
     local left, claims = unpack(call('HMGET', P .. 'engine:' .. engine, 'room', 'claims'))
     if engine ~= me and claims == '0' then tokens = tokens - left end
   end
