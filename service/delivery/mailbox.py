@@ -20,6 +20,7 @@ TOKEN_BYTES = 4
 LOGPROB_BYTES = 128  # bytes of Python objects for one alternative token with its logprob
 REFILL_TOKENS = 64  # minimum number of tokens per read of the log, even if their logprobs exceed MAILBOX_BYTES
 LOST = Finish("error", message="tokens were lost on the way from the engine")
+REQUEST_LOST = Finish("error", message="Redis has lost this request: send it again")
 
 
 class Backlog:
@@ -136,9 +137,11 @@ class Mailbox:
         return max(REFILL_TOKENS, MAILBOX_BYTES // _weight(1, self._sample))
 
     def refill(self, logged: LoggedOutput | None) -> None:
-        """Fill a mailbox that is `behind` with the logged output from position `at`; None: the log has expired."""
+        """Fill a mailbox that is `behind` with the logged output from position `at`.
+
+        None: Redis has no log.  It does not expire while a client reads, so Redis has lost it."""
         if logged is None:
-            self.fail(Finish("error", message="the answer is not kept any longer"))
+            self.fail(REQUEST_LOST)
         elif not logged.token_ids:
             self.lost += self.next - self.at
             self.fail(LOST)

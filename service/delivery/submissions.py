@@ -23,14 +23,13 @@ from quire.engine.wire.messages import Delta, Finish
 from quire.service.common.metrics import OPEN_REQUESTS, TOKENS_LOST, TOKENS_REPEATED, Telemetry
 from quire.service.common.pacing import Pacer
 from quire.service.config import GatewayConfig
-from quire.service.delivery.mailbox import Backlog, Mailbox
+from quire.service.delivery.mailbox import REQUEST_LOST, Backlog, Mailbox
 from quire.service.delivery.open_request import OpenRequest, Submission
 from quire.service.delivery.usage_ledger import UsageLedger
 
 SETTLE_S = 10.0  # seconds that a withdrawn submission waits for its engine's last delta, before it enters the ledger
 ATTACH_COUNT = 64  # maximum number of logs read at once after Redis may have lost data
 RESEND_S = 10.0  # seconds to wait for an engine's next sync after Redis lost its tokens
-REQUEST_LOST = Finish("error", message="Redis has lost this request: send it again")
 
 
 class Submissions:

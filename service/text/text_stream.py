@@ -20,10 +20,9 @@ from quire.engine.wire.messages import CONSTRAINT, Finish, TokenLogprob
 from quire.service.api.valid_request import ValidRequest
 from quire.service.common.pacing import Pacer
 from quire.service.common.refusal import Refusal
-from quire.service.delivery.mailbox import Mailbox
+from quire.service.delivery.mailbox import REQUEST_LOST, Mailbox
 from quire.service.delivery.open_request import OpenRequest
 from quire.service.delivery.queue_updates import Waiting
-from quire.service.delivery.submissions import REQUEST_LOST
 from quire.service.output.choice_delta import ChoiceDelta
 from quire.service.output.content_scores import ContentScores, Score
 from quire.service.output.regions import split
