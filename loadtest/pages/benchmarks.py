@@ -234,14 +234,15 @@ def faults(results: Results) -> Iterator[str]:
     yield f"| plain streams that ended with a killed gateway, or broke | {v(chaos['with_gateway'])}, {v(chaos['failed'])} |"
     mixed = results["chaos_cpu_mixed"]["figures"]
     hostile, tally = mixed["hostile"], mixed["tally"]
-    [retain] = [one.partition("=")[2] for one in mixed["setting"]["options"] if one.startswith("--retain-s=")]
-    yield f"Token logs stayed for {v(int(retain))} s"
-    yield f"| hostile answers as without faults, characters | {v(hostile['answers'], ',')}, {v(hostile['characters'], ',')} |"
+    left = hostile["by_way"]["leave"]
+    yield f"| hostile answers compared, characters | {v(hostile['answers'] - left, ',')}, {v(hostile['characters'], ',')} |"
+    yield f"| hostile answers whose clients left | {v(left)} |"
     yield f"| hostile answers that failed or had another text | {v(hostile['failed'])} |"
     yield (
         f"| tokens of other streams, lost, repeated, wrong | {v(tally['tokens'], ',')}, {v(tally['lost'])}, "
         f"{v(tally['repeated'])}, {v(tally['wrong'])} |"
     )
+    yield f"| other streams, that Redis lost in a failover, that failed | {v(tally['streams'], ',')}, {v(tally['with_redis'])}, {v(tally['failed'])} |"
     yield f"| a turn of a gateway's event loop computed for at most | {v(mixed['longest_turn_s'])} s |"
     same = results["same_tokens_cpu"]["figures"]["runs"]
     for run in same:
