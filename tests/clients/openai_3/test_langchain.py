@@ -134,7 +134,7 @@ def test_a_long_prompt_is_langchains_context_overflow(chat: Any, long_text: str)
 
 def test_images_are_refused_by_name(chat: Any) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    with pytest.raises(openai.BadRequestError, match=r"messages\[0\].content.*'text'"):
+    with pytest.raises(openai.BadRequestError, match=r"messages\[0\]\.content\[1\]\.type: this server takes text only"):
         chat.invoke([HumanMessage([{"type": "text", "text": "What is this?"}, image])])
 
 
