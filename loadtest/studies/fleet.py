@@ -387,6 +387,11 @@ class Run:
                 self.at(at, self.begin)
             self.at(at, partial(self.start_session, sessions, counts=number >= warm))
         self.at(at, self.stop_counting)
+        await self.run_to_the_end()
+        return self.figures(total)
+
+    async def run_to_the_end(self) -> None:
+        """Handle events until there are none, then close all connections."""
         while self.events:
             self.now, _, what = heapq.heappop(self.events)
             if (work := what()) is not None:
@@ -395,7 +400,6 @@ class Run:
             await engine.side.close()
         await self.gateway.close()
         self.bells.close()
-        return self.figures(total)
 
     def begin(self) -> None:
         self.began = self.now

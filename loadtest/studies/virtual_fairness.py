@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import heapq
 import math
 import random
 import statistics
@@ -157,14 +156,7 @@ class TenantRun(Run):
         for number, job in enumerate(jobs):
             self.at(job.at_s, partial(self.arrive_job, number, job))
         self.at(jobs[0].at_s, self.read)
-        while self.events:
-            self.now, _, what = heapq.heappop(self.events)
-            if (work := what()) is not None:
-                await work
-        for engine in self.engines:
-            await engine.side.close()
-        await self.gateway.close()
-        self.bells.close()
+        await self.run_to_the_end()
         totals = [engine.core.report.totals for engine in self.engines]
         return {
             "ttft_s": {tenant: spread(each) for tenant, each in self.ttft.items()},

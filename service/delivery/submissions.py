@@ -177,9 +177,8 @@ class Submissions:
             await asyncio.gather(*map(self._listen_again_to, submissions[at : at + ATTACH_COUNT]))
 
     async def _listen_again_to(self, submission: Submission) -> None:
-        queued = [
-            reader for reader, _ in submission.readers if reader.started
-        ]  # without readers whose submit is in flight
+        # Without readers whose submit is in flight.
+        queued = [reader for reader, _ in submission.readers if reader.started]
         found = await self._bus.attach(submission.id)
         for index, logged in enumerate(found.choices if found is not None else ()):
             submission.deliver(Delta(submission.id, len(logged.token_ids), [], logged.finish, index))

@@ -52,10 +52,8 @@ class PartWriter:
         keeps_text      text outside of the marked regions (reasoning, calls) is content; else it is dropped
         strips_content  drop white space of the content next to markers
         unsplit         names of tools whose calls become one delta once they are complete"""
-        self._unsplit, self._open = (
-            unsplit,
-            CallDelta(-1, None, ""),
-        )  # _open: call that becomes one delta; index -1: none
+        self._unsplit = unsplit
+        self._open = CallDelta(-1, None, "")  # call that becomes one delta; index -1: none
         self._keeps_text, self._strips_content = keeps_text, strips_content
         self.field: Field | None = None  # the open region; None: the content
         self.calls = 0  # number of calls

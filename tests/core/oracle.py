@@ -92,8 +92,8 @@ class OracleExecutor:
         # Per window group, by slot: block by table index.
         self.window_tables: list[dict[int, dict[int, int]]] = [{} for _ in windows]
         self.recurrent = checkpoints is not None
-        # The state of a slot: every token that it has taken in.  Behind the slots are the checkpoints, then the states
-        # that slots with refused drafts return to.
+        # The state of a slot: every token that it has taken in.  After the slots' states come the checkpoints, then the
+        # copies that restore the state of a slot whose drafts were refused.
         self.rollback = Rollback(max_seqs, checkpoints or 0, ROLLBACKS if self.recurrent else 0)
         self.states: list[list[int] | None] = [None] * (max_seqs + (checkpoints or 0) + self.rollback.places)
         host_blocks += sum(group.host_blocks for group in windows)

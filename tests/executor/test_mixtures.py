@@ -19,7 +19,7 @@ from quire.engine.executor.models import fused, fusible
 from quire.engine.executor.models.fused import Mixture, is_fused
 from quire.engine.executor.models.hf import LoadedModel, load_model
 from tests.checkpoints import FAMILIES, make_checkpoint
-from tests.executor.driver import Driver
+from tests.executor.driver import Driver, logits_of
 from tests.executor.test_gpu import GREEDY, llm, texts, words
 from tests.kernels.test_cuda_experts import exact
 
@@ -138,13 +138,7 @@ def test_the_layers_around_the_operators(
     assert len(mixtures_of(model)) == (4 if name == "gpt_oss" else 2)
     prompt = words(320)
     want = exact_model(mixture(name))(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, :-1]
-    driver = Driver(model)
-    driver.add(prompt, None, targets=True, chunk=chunk)
-    got = []
-    while driver.running[0].computed < len(prompt):
-        driver.step()
-        got.append(driver.worker.logits)
-    torch.testing.assert_close(torch.cat(got), want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+    torch.testing.assert_close(logits_of(model, prompt, chunk), want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
     assert len(sinks_of(model)) == (4 if name == "gpt_oss" else 0)
     assert (max(pairs, default=0) > ops.MAX_PAIRS) == takes_all
 

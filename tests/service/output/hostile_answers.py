@@ -194,7 +194,7 @@ class Asker:
             ]
             for one in rest:
                 if not all(first.texts.get(place, "").endswith(text) for place, text in one.texts.items()):
-                    wrong.append("what was resumed is no end of the answer")
+                    wrong.append("the resumed text is not the end of the answer")
         assert first is not None
         if case.path == "/v1/completions" and any(text != case.answer for text in first.texts.values()):
             wrong.append("a completion is not what the model wrote")

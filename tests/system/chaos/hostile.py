@@ -168,7 +168,7 @@ class Client:
         self._blocks, self._last_id = [], ids[len(ids) // 2]
         rest = await self._until_answered(session)
         if not all(self._known.texts.get(place, "").endswith(text) for place, text in rest.texts.items()):
-            self._fail(f"what was resumed is no end of the answer: {sizes(rest.texts)}")
+            self._fail(f"the resumed text is not the end of the answer: {sizes(rest.texts)}")
 
     async def _until_answered(self, session: aiohttp.ClientSession) -> Answer:
         """Raises Broken for what no client should see, Lost if a failover lost the request."""
