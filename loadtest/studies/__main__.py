@@ -59,6 +59,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     "cache-cost": (f"{PACKAGE}.cache_cost", "compare CPU time with the prefix cache and without, on unshared prompts"),
     "neighbours": (f"{PACKAGE}.neighbours", "time decode steps on a CPU with other busy processes"),
     "drafting": (f"{PACKAGE}.drafting", "compare tokens/s with drafts and without, in pairs"),
+    "draft-traces": (f"{PACKAGE}.draft_traces", "record which drafts are found in real answers, and which are right"),
     "scripted-drafts": (f"{PACKAGE}.scripted_drafts", "compare tokens/s with scripted drafts, on random weights"),
     "mixtures": (f"{PACKAGE}.mixtures", "time decode steps of mixtures with quantised experts and in bfloat16"),
     "adapters": (f"{PACKAGE}.adapters", "compare decode steps with LoRA adapters and without, in pairs"),

@@ -1,6 +1,8 @@
 """Compare tokens per second with and without drafts on a model with random weights, whose drafts follow a script.
 
     python -m quire.loadtest.studies scripted-drafts SHAPE --load random [--streams 1,4,8] [--new 128] [--rounds 2]
+                                                     [--texts rewrite,prose] [--traces NAME] [--ramp 256] [--prompt 512]
+                                                     [--clock cpu] [--name NAME]
 
 and any option of an engine; `--drafts on` is implied.  `python -m quire.loadtest.studies shapes` writes a SHAPE.
 
@@ -13,23 +15,32 @@ token is right if those before it are:
     quote     half of them, in spans of 32 tokens; 0.88
     prose     a tenth, in spans of 2, by short matches; 0.3
 
+With `--traces` the drafts follow loadtest/results/NAME.json instead, which the study `draft-traces` wrote: a draft is
+found and right where one was in real answers, and `--texts` are the kinds of these.
+
 The controller decides from measured times which drafts are computed.  The real drafter searches as well, so that its
-time counts.  Runs with and without drafts alternate.  `ramp` is prose of which 1, 2, 4, ... and more streams begin 16
-steps apart.  Prints one line of JSON: by text and streams the median of tokens/s with drafts over without,
-tokens/s without drafts, tokens per step of a stream, the share of computed drafts that were accepted, the mean ms of
-a step with drafts and of one without, and the ms that the device waited for a step with drafts.
+time counts.  Runs with and without drafts alternate.  A run begins after prefill and ends when its streams have
+`--new` tokens on average, so that all of them run all the time.  `ramp` is prose of which 1, 2, 4, ... and more streams
+begin 16 steps apart; it runs to its end.
+
+Prints one line of JSON: by text and streams the median of tokens/s with drafts over without, `spread`: the maximum over
+the minimum time of the runs without drafts, tokens/s without drafts, tokens per step of a stream, the share of computed
+drafts that were accepted, the mean ms of a step with drafts and of one without, and the ms that the device waited for a
+step with drafts.  With --name they are written to loadtest/results/NAME.json as well, after each text.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -43,11 +54,26 @@ from quire.engine.llm import LLM
 from quire.engine.loop import ConfigError
 from quire.engine.tools.bench import prompt, say
 from quire.engine.wire.messages import Sampling
+from quire.loadtest import machine
+from quire.loadtest.studies.draft_traces import read_trace
+from quire.loadtest.studies.drafting import step_clock
 from quire.loadtest.studies.timing import prefill
 
 HOT = 1e6  # a temperature at which all tokens are equally probable
 LENGTH = 24  # maximum tokens of a draft, as for the real drafter
 WAVE = 16  # steps between two waves of the ramp
+SPARE = 3  # maximum length of an answer as a multiple of `--new`, so that no stream ends during the measurement
+FIRST_TRACES = 5  # traces between the first streams of two rounds
+
+
+Script = list[tuple[int, list[int]]]  # by output position: tokens of the match, and the draft; no tokens: no draft
+
+
+class Scripts(Protocol):
+    """Makes the scripts of a kind of text."""
+
+    def script(self, answer: list[int], stream: int, seed: int, vocab_size: int) -> Script:
+        """Return the script of a request with this answer.  `stream`: its index in the round;  `seed`: the round."""
 
 
 class Text(NamedTuple):
@@ -58,8 +84,44 @@ class Text(NamedTuple):
     right: float  # probability that a token of a draft is right if those before it are
     match: int  # tokens of a match
 
+    def script(self, answer: list[int], stream: int, seed: int, vocab_size: int) -> Script:
+        draw, script = random.Random(f"{seed} {stream}"), Script()
+        while len(script) < len(answer):
+            has_drafts = draw.random() < self.share
+            for at in range(len(script), len(script) + self.span):
+                count = min(LENGTH, self.match, len(answer) - at) if has_drafts else 0
+                right = next((one for one in range(count) if draw.random() > self.right), count)
+                script.append((self.match, partly_right(answer, at, count, right, vocab_size)))
+        return script
 
-TEXTS = {"rewrite": Text(1.0, 64, 0.92, 16), "quote": Text(0.5, 32, 0.88, 8), "prose": Text(0.1, 2, 0.3, 2)}
+
+class Traces(NamedTuple):
+    """Traces of real answers; the first stream of each round takes another one."""
+
+    traces: list[str]
+
+    def script(self, answer: list[int], stream: int, seed: int, vocab_size: int) -> Script:
+        trace = read_trace(self.traces[(stream + seed * FIRST_TRACES) % len(self.traces)])
+        script = Script()
+        for at in range(len(answer)):
+            match, count, right = trace[at % len(trace)]
+            script.append((match, partly_right(answer, at, count, right, vocab_size)))
+        return script
+
+
+def partly_right(answer: list[int], at: int, count: int, right: int, vocab_size: int) -> list[int]:
+    """Return a draft of `count` tokens for the answer from position `at`, of which the first `right` are right."""
+    tokens = answer[at : at + count]
+    if right < len(tokens):
+        tokens[right] = (tokens[right] + 1) % vocab_size
+    return tokens
+
+
+TEXTS: dict[str, Scripts] = {
+    "rewrite": Text(1.0, 64, 0.92, 16),
+    "quote": Text(0.5, 32, 0.88, 8),
+    "prose": Text(0.1, 2, 0.3, 2),
+}
 
 
 class ScriptedDrafter:
@@ -67,33 +129,17 @@ class ScriptedDrafter:
 
     def __init__(self, real: Drafter, vocab_size: int) -> None:
         self._real, self._vocab_size = real, vocab_size
-        self._scripts: dict[
-            tuple[int, ...], list[list[int]]
-        ] = {}  # first tokens of a prompt -> drafts by output position
-        self._followed: dict[int, tuple[list[list[int]], int]] = {}  # slot -> (script, tokens of the prompt)
+        self._scripts: dict[tuple[int, ...], Script] = {}  # by the first tokens of a prompt
+        self._followed: dict[int, tuple[Script, int]] = {}  # slot -> (script, tokens of the prompt)
         self._known: dict[int, int] = {}  # slot -> number of tokens of its sequence
         self._changed: set[int] = set()
-        self._match = 0
 
-    def follow(self, text: Text, answers: dict[tuple[int, ...], list[int]], seed: int) -> None:
+    def follow(self, scripts: Scripts, answers: dict[tuple[int, ...], list[int]], seed: int) -> None:
         """Make the scripts of these answers, by the first tokens of their prompts."""
-        self._match, draw = text.match, random.Random(seed)
-        self._scripts = {key: self._script(text, answer, draw) for key, answer in answers.items()}
-
-    def _script(self, text: Text, answer: list[int], draw: random.Random) -> list[list[int]]:
-        script = list[list[int]]()
-        while len(script) < len(answer):
-            span, has_drafts = range(len(script), len(script) + text.span), draw.random() < text.share
-            script += [self._draft(text, answer, at, draw) if has_drafts else [] for at in span]
-        return script
-
-    def _draft(self, text: Text, answer: list[int], at: int, draw: random.Random) -> list[int]:
-        tokens = answer[at : at + min(LENGTH, text.match)]
-        for place, token in enumerate(tokens):
-            if draw.random() > text.right:
-                tokens[place] = (token + 1) % self._vocab_size
-                break
-        return tokens
+        self._scripts = {
+            key: scripts.script(answer, stream, seed, self._vocab_size)
+            for stream, (key, answer) in enumerate(answers.items())
+        }
 
     def begin(self, slot: int, owner: str, tokens: list[int], prompt_len: int, predicted: list[int]) -> None:
         self._real.begin(slot, owner, tokens, prompt_len, predicted)
@@ -113,10 +159,11 @@ class ScriptedDrafter:
                 self._changed.add(slot)
         changed, self._changed = self._changed, set()
         found = []
-        for slot in changed if self._match >= least else ():
+        for slot in changed:
             script, prompt_len = self._followed[slot]
-            if (at := self._known[slot] - prompt_len) < len(script) and script[at]:
-                found.append(Draft(slot, script[at], self._match, 0))
+            match, draft = script[at] if (at := self._known[slot] - prompt_len) < len(script) else (0, [])
+            if draft and match >= least:
+                found.append(Draft(slot, draft, match, 0))
         return found
 
     def end(self, slot: int, *, keep: bool) -> None:
@@ -136,14 +183,20 @@ class Run(NamedTuple):
     """One run of the requests of a round."""
 
     seconds: float
+    tokens: int
     steps: list[tuple[bool, float, float]]  # decode steps: (with drafts, seconds, seconds on the device)
     drafted: int
     accepted: int
     answers: dict[tuple[int, ...], list[int]]
 
 
-def run(llm: LLM, prompts: list[list[int]], new: int, waves: list[int], drafter: Drafter | None) -> Run:
-    """Answer the prompts; `waves`: requests that start together, WAVE steps apart.  A single wave excludes prefill."""
+def run(
+    llm: LLM, prompts: list[list[int]], new: int, waves: list[int], drafter: Drafter | None, *, to_end: bool = False
+) -> Run:
+    """Answer the prompts; `waves`: requests that start together, WAVE steps apart.
+
+    A single wave is measured after prefill, until its streams have `new` tokens on average, or SPARE times as many
+    with `to_end`.  Several waves run until they end."""
     core, totals = llm.engine.core, llm.engine.core.report.totals
     core.drafts.drafter = drafter
     before = sum(totals.drafted_tokens.values()), sum(totals.accepted_drafts.values())
@@ -156,52 +209,57 @@ def run(llm: LLM, prompts: list[list[int]], new: int, waves: list[int], drafter:
         record(result, issued)
 
     core._record_times = note  # type: ignore[method-assign]
-    left = list(enumerate(prompts))
-    completions, began, next_wave = [], time.perf_counter(), 0
+    left, ramp = list(enumerate(prompts)), len(waves) > 1
+    completions, began, next_wave, first = [], time.perf_counter(), 0, totals.generated_tokens
     while left or llm.unfinished:
         if left and core.step >= next_wave:
             for seed, ids in left[: waves[0]]:
                 sampling = Sampling(temperature=HOT, seed=seed, ignore_eos=True)
-                completions.append(llm.submit(ids, sampling, max_new_tokens=new))
+                completions.append(llm.submit(ids, sampling, max_new_tokens=new if ramp else SPARE * new))
             left, next_wave = left[waves[0] :], core.step + WAVE
-            if not left and len(waves) == 1:
-                prefill(llm)
-                began = time.perf_counter()
-                steps.clear()
             waves = waves[1:]
+            if not ramp:
+                prefill(llm)
+                began, first = time.perf_counter(), totals.generated_tokens
+                steps.clear()
         llm.step()
-    seconds = time.perf_counter() - began
+        if not ramp and not to_end and totals.generated_tokens - first >= new * len(prompts):
+            break
+    seconds, tokens = time.perf_counter() - began, totals.generated_tokens - first
+    llm.cancel()
     core._record_times = record  # type: ignore[method-assign]
     core.drafts.drafter = None
     answers = {key_of(each.prompt_token_ids): each.outputs[0].token_ids for each in completions}
     after = sum(totals.drafted_tokens.values()), sum(totals.accepted_drafts.values())
-    return Run(seconds, steps, after[0] - before[0], after[1] - before[1], answers)
+    return Run(seconds, tokens, steps, after[0] - before[0], after[1] - before[1], answers)
 
 
 def compare(
-    llm: LLM, drafter: ScriptedDrafter, text: Text, waves: list[int], new: int, rounds: int, length: int
+    llm: LLM, drafter: ScriptedDrafter, text: Scripts, waves: list[int], new: int, rounds: int, length: int
 ) -> dict[str, float]:
     """Return the values of the module's docstring.  Raises ConfigError if drafts changed a text."""
     vocab, streams = llm.executor.info.vocab_size, sum(waves)
     prompts = [prompt(length, vocab, seed) for seed in range(streams)]
-    first = run(llm, prompts, new, waves, None)  # warm-up, which records the tokens
+    first = run(llm, prompts, new, waves, None, to_end=True)  # warm-up, which records the tokens
     plain, drafted = list[Run](), list[Run]()
     for at in range(rounds):
         drafter.follow(text, first.answers, at)
         for drafts in (at % 2 == 0, at % 2 == 1):
             (drafted if drafts else plain).append(run(llm, prompts, new, waves, drafter if drafts else None))
-    if any(each.answers != first.answers for each in (*plain, *drafted)):
+    if any(answer != first.answers[key][: len(answer)] for each in drafted for key, answer in each.answers.items()):
         raise ConfigError("drafts changed a text")
     total = sum(each.drafted for each in drafted)
     steps = [step for each in drafted for step in each.steps]
     with_drafts = [step for step in steps if step[0]]
     alone = [seconds for each in plain for _, seconds, _ in each.steps]
-    ratios = [one.seconds / other.seconds for one, other in zip(plain, drafted, strict=True)]
+    plain_s, drafted_s = ([one.seconds / one.tokens for one in runs] for runs in (plain, drafted))  # per token
+    ratios = [one / other for one, other in zip(plain_s, drafted_s, strict=True)]
     return {
         "median": round(statistics.median(ratios), 3),
         "minimum": round(min(ratios), 3),
-        "tokens_per_s_without": round(new * streams / statistics.median(each.seconds for each in plain), 1),
-        "tokens_per_step": round(new * rounds / max(1, len(steps)), 2),
+        "spread": round(max(plain_s) / min(plain_s), 3),
+        "tokens_per_s_without": round(1 / statistics.median(plain_s), 1),
+        "tokens_per_step": round(sum(each.tokens for each in drafted) / streams / max(1, len(steps)), 2),
         "accepted": round(sum(each.accepted for each in drafted) / total, 3) if total else 0.0,
         "drafts_per_step": round(total / max(1, len(with_drafts)), 1),
         "steps_with_drafts": round(len(with_drafts) / max(1, len(steps)), 3),
@@ -221,25 +279,47 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--ramp", type=int, default=0, help="maximum number of streams of the ramp; 0: no ramp")
+    parser.add_argument("--traces", type=machine.result_name)
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    parser.add_argument("--name", type=machine.result_name)
     own, rest = parser.parse_known_args(argv)
     config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
-    config = msgspec.structs.replace(config, drafts="on", prefix_cache=False)
-    found: dict[str, dict[str, float]] = {}
+    # Throughput is measured, not ITL, so prompts may fill a step.
+    config = msgspec.structs.replace(config, drafts="on", prefix_cache=False, itl_stretch=0.0, step_target_s=0.0)
+    scripts = read_traces(own.traces) if own.traces else TEXTS
+    figures = {"model": config.model, "clock": own.clock, "texts": dict[str, dict[str, float]]()}
     try:
-        llm = LLM.over(config, loading.load(config))
-        real = llm.engine.core.drafts.drafter
-        assert real is not None
-        drafter = ScriptedDrafter(real, llm.executor.info.vocab_size)
-        jobs = [(f"{kind}, {streams} streams", kind, [streams]) for streams in own.streams for kind in own.texts]
-        if own.ramp:
-            waves = [1, *(2**power for power in range(own.ramp.bit_length() - 1))]
-            jobs.append((f"ramp, prose, 1 to {own.ramp} to 1 streams", "prose", waves))
-        for title, kind, waves in jobs:
-            found[title] = compare(llm, drafter, TEXTS[kind], waves, own.new, own.rounds, own.prompt)
-            say(f"{title}: {found[title]}")
-        llm.close()
+        with step_clock(own.clock):
+            for title, values in measured(config, scripts, own):
+                say(f"{title}: {values}")
+                figures["texts"][title] = values
+                if own.name:
+                    machine.write(own.name, " ".join([name, *argv]), figures)
     except OperatorError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
-    print(msgspec.json.encode({"model": config.model, "texts": found}).decode())
+    print(msgspec.json.encode(figures).decode())
     return 0
+
+
+def measured(
+    config: EngineConfig, scripts: dict[str, Scripts], own: argparse.Namespace
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield title and measurements of each text and number of streams, the ramp last.  Raises OperatorError."""
+    llm = LLM.over(config, loading.load(config))
+    real = llm.engine.core.drafts.drafter
+    assert real is not None
+    drafter = ScriptedDrafter(real, llm.executor.info.vocab_size)
+    jobs = [(f"{kind}, {streams} streams", kind, [streams]) for streams in own.streams for kind in own.texts]
+    if own.ramp:
+        waves = [1, *(2**power for power in range(own.ramp.bit_length() - 1))]
+        jobs.append((f"ramp, prose, 1 to {own.ramp} to 1 streams", "prose", waves))
+    for title, kind, waves in jobs:
+        yield title, compare(llm, drafter, scripts[kind], waves, own.new, own.rounds, own.prompt)
+    llm.close()
+
+
+def read_traces(name: str) -> dict[str, Scripts]:
+    """Return the traces of loadtest/results/NAME.json by kind of text."""
+    found = json.loads((machine.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return {kind: Traces(traces) for kind, traces in found["figures"]["traces"].items()}
