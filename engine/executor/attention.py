@@ -7,7 +7,7 @@
 All inputs arrive with the `step` keyword.  There are no globals, so two workers may live in one process.
 
 The function's registered name matters: transformers strips a `paged|` prefix and treats names with `sdpa` or `flash`
-specially.  It builds no mask for a name missing in its mask registry.  The kernel is causal and needs none.
+specially.  It builds no mask for a name missing in its mask registry.  The kernel is causal and needs no mask.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def padded(heads: Tensor, size: int) -> Tensor:
 
 
 def window_of(module: nn.Module, keywords: dict[str, Any]) -> int:
-    """Return the sliding window of an attention layer, in tokens including the query's own; 0: none.
+    """Return the sliding window of an attention layer, in tokens including the query's own; 0: the layer has no window.
 
-    Some models (qwen2_moe) apply the window by a mask: their layers have it as an attribute and do not pass it on."""
+    Layers of some models (qwen2_moe) have the window as an attribute and do not pass it as a keyword."""
     found: int | None = keywords.get("sliding_window", getattr(module, "sliding_window", None))
     return found or 0
 
@@ -79,8 +79,8 @@ def attend(
     """Return causal attention [T, H, D] of a step's queries [T, H, D] over one layer's cache, which already has the
     step's keys and values.
 
-    window 0 and soft_cap 0.0: none. sinks [H]: attention sink per head, a score without a value in each softmax.
-    """
+    window 0: every token is seen; soft_cap 0.0: scores are not capped.  sinks [H]: attention sink per head, a score
+    that enters each softmax but has no value vector."""
     heads, size = q.shape[1:]
     if cache.window and not 0 < window <= cache.window:
         raise ValueError(f"a layer reads {window or 'all'} tokens of a cache that keeps {cache.window}")

@@ -9,8 +9,8 @@ The sequences of a request are a trie that is read backwards from the last gener
     banned [5 6 7], [9 6 8], [6 4]        root ─6─> {4} ─5─> {7}        generated .. 5 6: forbidden 4 and 7
                                                       └─9─> {8}         generated .. 9 6: forbidden 4 and 8
 
-So a step takes one look-up per token of the longest match, however many sequences there are.  The state of a slot is
-the last few of its tokens.  So a sequence that resumes, after a preemption or on another engine, gets the same masks.
+So a step takes one look-up per token of the longest match, however many sequences are banned.  A slot's only state is
+its last few tokens, so a sequence that resumes after a preemption or on another engine gets the same masks.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ EVERY = np.int32(-1)  # word of a mask that allows all of its 32 tokens
 
 @dataclass(slots=True)
 class Trie:
-    """The banned sequences that match the end of the generated text so far (a node of the trie)."""
+    """A node of the trie: the banned sequences whose tokens before the last one end like the generated text."""
 
     last: list[int] = field(default_factory=list)  # tokens each of which would complete a banned sequence
-    before: dict[int, Trie] = field(default_factory=dict)  # longer sequences, by the token before this end
+    before: dict[int, Trie] = field(default_factory=dict)  # token before the matched ones -> node that matches it, too
     depth: int = 0  # only in the root: maximum tokens that a look-up reads
 
     def forbidden(self, generated: Sequence[int]) -> list[int]:
-        """Return the tokens that would complete a sequence after `generated`; a token may be there twice."""
+        """Return the tokens that would complete a sequence after `generated`; the list may contain a token twice."""
         node, found = self, list(self.last)
         for token in reversed(generated):
             if (further := node.before.get(token)) is None:
@@ -50,7 +50,7 @@ class Trie:
 
 @lru_cache(maxsize=KEPT)
 def trie_of(sequences: tuple[tuple[int, ...], ...]) -> Trie:
-    """Return the trie of sequences, each of one token at least.  Takes 0.7 us per token."""
+    """Return the trie of these sequences, which have at least one token each.  Takes 0.7 us per token."""
     root = Trie(depth=max(map(len, sequences)) - 1)
     for *beginning, last in sequences:
         node = root
@@ -76,7 +76,7 @@ class _Row:
             del self.tail[0]
 
     def find_forced(self) -> Sequence[int]:
-        """Return none: a mask of banned tokens always allows others."""
+        """Return no tokens: banned sequences forbid tokens, but force none."""
         return ()
 
 

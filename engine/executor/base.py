@@ -27,17 +27,17 @@ class ModelInfo(msgspec.Struct, frozen=True):
     vocab_size: int
     max_model_len: int  # tokens
     eos_ids: list[int]
-    kv_bytes_per_token: int  # keys and values, without layers of `windows`, summed over the ranks
+    kv_bytes_per_token: int  # keys and values of all layers except those of `windows`, summed over the ranks
     grammars: bool = False  # supports Sampling.grammar
     beams: bool = False  # supports Slice.candidates
     adapters: bool = False  # supports Start.adapter
     state_bytes: int = 0  # bytes of recurrent state per sequence; 0: all layers attend
     checkpoints: int = 0  # state slots for copies of recurrent states
     draft_tokens: int = 0  # maximum draft tokens of a step; 0: limited by the step's token budget only
-    tile_tokens: int = 1  # row tile of the linear layers' GEMMs: filling a started tile takes little time
+    tile_tokens: int = 1  # tokens per row tile of the GEMMs: adding tokens to a partly filled tile takes little time
     windows: list[WindowGroup] = []  # layers that release blocks before their sliding window
-    # Whether other sequences of a step may change a token's logits by more than rounding: an expert changes at a
-    # near-tie.
+    # Whether other sequences of a step may change a token's logits by more than rounding: if two router scores are
+    # nearly equal, rounding may choose another expert.
     near_ties: bool = False
 
 
@@ -58,7 +58,7 @@ class Executor(Protocol):
     step_tokens: int  # maximum tokens of a step: configured, or the default of the device
     blocks: int  # KV blocks in the pool, fixed at start
     host_blocks: int  # blocks in host memory for the KV of preempted sequences; 0: none
-    swap_bytes_per_s: float  # bandwidth between the two, measured at start; 0: not known
+    swap_bytes_per_s: float  # bandwidth between KV blocks and host blocks, measured at start; 0: not known
     start_parts: dict[str, float]  # seconds that the parts of loading took, by name
     memory_parts: dict[str, int]  # bytes on the device that the parts of the engine take, all ranks together, by name
     drafter: Drafter | None  # finds drafts for the sequences in its slots; None: no drafts
@@ -82,8 +82,7 @@ class Executor(Protocol):
         Raises ExecutorLost when no further step can run."""
 
     def catch_up(self) -> bool:
-        """Do one item of the work that was deferred at the start, while there are no requests.  Returns whether more is
-        left."""
+        """Do one deferred item of the start's work, while there are no requests.  Returns whether items are left."""
 
     def close(self) -> None:
         """Free everything; harmless when called twice."""
@@ -118,7 +117,7 @@ class ScriptedExecutor:
         host_blocks: int = 0,
         constraints: Constraints | None = None,
     ) -> None:
-        """`constraints`: None: no request has a grammar, and `max_seqs` is not more than by default."""
+        """`constraints`: None if no request has a grammar and `max_seqs` is at most the class's default."""
         self.info = info
         self._constraints = constraints  # the first request with bad_words creates it if it is None
         self.blocks = blocks
@@ -131,7 +130,8 @@ class ScriptedExecutor:
 
     @classmethod
     def load(cls, config: EngineConfig) -> Self:
-        """Take sizes from the checkpoint's config.json, if there is one; its tokenizer can then decode the script."""
+        """Take the sizes of vocabulary and context from the checkpoint's config.json, if there is one: its tokenizer
+        can then decode the scripted tokens."""
         directory = Path(config.model)
         path = directory / "config.json"
         shape = msgspec.json.decode(path.read_bytes()) if config.model and path.is_file() else {}
@@ -195,9 +195,9 @@ class ScriptedExecutor:
         )
 
     def _accept(self, piece: Slice) -> int:
-        """Accept the drafts of a slot that equal its text.  Returns their number.
+        """Accept a slice's leading drafts that equal the slot's scripted tokens.  Returns their number.
 
-        A slot with a mask accepts no draft, because its text then depends on the mask."""
+        A slot with a mask accepts no draft, because its tokens then depend on the mask."""
         sampler, position = self._decoding[piece.slot]
         count = 0
         if not Constraints.wanted(sampler.sampling):
@@ -220,8 +220,8 @@ class ScriptedExecutor:
     def _constrain(
         constraints: Constraints, slots: list[int], tokens: list[int]
     ) -> tuple[dict[int, str], list[Follower]]:
-        """Replace forbidden tokens.  Returns the slots that have no token, with the reason, and the followers of
-        grammars."""
+        """Replace tokens that a mask forbids.  Returns (slots for which no token is allowed -> reason, the followers of
+        the step)."""
         impossible = {}
         constraints.fill()
         followers = constraints.followers(slots)

@@ -4,7 +4,7 @@ The device copy is what lets a plan list only changes.  For each slot it keeps, 
 
     tables   [max_seqs, max_blocks] i32   block ids; entries past a sequence's length are stale, never read (host too)
     position [max_seqs]             i64   position of the token that a decoding slot computes next
-    token    [max_seqs]             i64   that token: the one sampled last, fed back without passing through Python
+    token    [max_seqs]             i64   the token at `position`: sampled last, fed back without passing through Python
     slots    [max_seqs]             i32   slots that decode, in the order of the step; then, if every slice of the step
                                           is one token with candidates, the slots of the slices; then -1
 
@@ -16,8 +16,8 @@ The tensors of a step without slices are views into buffers allocated once: a CU
 The tensors of a step with slices are built on the host, in one page of memory; the device fills in the entries of
 decoding slots.
 
-One plan at a time: `stage` (host, and one copy to the device), `apply` (device only), then `decode_step` and `gather`,
-or `mixed_step`; compute; `finish`.
+Calls per plan, one plan at a time: `stage` (host, and one copy to the device); `apply` (device only); `decode_step` and
+`gather`, or `mixed_step`; after the computation, `finish`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Batch:
         adapters: AdapterBank | None = None,
         windows: Sequence[range] = (),
     ) -> None:
-        """`adapters`: None: no sequence has an adapter.  `windows`: block ids of each window group."""
+        """`adapters`: None if no sequence has an adapter.  `windows`: range of block ids of each window group."""
         device = caches[0][0].device
         self._caches, self._staging, self._adapters = caches, staging, adapters
         self._block_size = block_size
@@ -91,7 +91,7 @@ class Batch:
     def vacate(self) -> None:
         """Empty every slot on the device until the next plan is staged.  Call it only while no slot is in use.
 
-        A step that runs meanwhile reads and writes nothing of any slot.
+        A step that runs meanwhile reads and writes no slot.
         """
         self.slots.fill_(-1)
         self._buffers.sample_slots.fill_(-1)
@@ -132,7 +132,7 @@ class Batch:
         if self._adapters is not None:
             padded = (mixed.shape.decodes, mixed.shape.decodes + mixed.shape.tokens) if mixed is not None else None
             self._adapter_rows = self._adapters.rows(plan, self._order[:decoding], self.decoding_slots, staging, padded)
-        self._changed = single is not None  # then the device's `slots` includes the slices' slots, for this step only
+        self._changed = single is not None  # `apply` adds the slices' slots to the device's `slots` for this step only
         staged = Staged(
             slots,
             staging.stage_array(edits) if edits is not None else None,
@@ -151,7 +151,7 @@ class Batch:
         return [None if part is None else self._staging.stage_array(part) for part in parts]
 
     def _single_rows(self, plan: StepPlan, decoding: int) -> SingleRows | None:
-        """Return the rows of a step whose slices are all one token with candidates; None for any other step."""
+        """Return the rows of a step in which every slice is one token with candidates; None for any other step."""
         slices = plan.slices
         if not slices or not all(piece.candidates and len(piece.token_ids) == 1 for piece in slices):
             return None
@@ -168,7 +168,7 @@ class Batch:
         self._changed = True
 
     def _leave(self, slot: int) -> None:
-        """Remove a slot from the order; the last slot takes its place."""
+        """Remove a slot from the order of decoding slots; the last slot takes its place."""
         if (at := self._place.pop(slot, None)) is None:
             return
         last = self._order.pop()
@@ -273,8 +273,8 @@ class Batch:
         return page
 
     def _targets(self, slices: list[Slice], logits_at: Tensor) -> list[Targets]:
-        """Return the prompt logprobs that the slices request.  `logits_at`: tokens whose logits are read, slice after
-        slice."""
+        """Return the prompt logprobs that the slices request.  `logits_at`: indices of the tokens whose logits they
+        need, slice after slice."""
         found, at = [], 0
         for piece in slices:
             if piece.targets:
@@ -284,8 +284,8 @@ class Batch:
         return found
 
     def _keeps(self, slices: Sequence[Slice], ends: list[int]) -> Tensor | None:
-        """Stage the copies of recurrent state that slices request.  ends: index of the step's token after each
-        slice."""
+        """Stage the copies of recurrent state that slices request.  ends: per slice, the index in the step after its
+        last token."""
         keeps = [
             (end - len(piece.token_ids) - piece.start + position, len(self.slots) + checkpoint)
             for piece, end in zip(slices, ends, strict=True)
@@ -385,7 +385,7 @@ class Batch:
         )
 
     def idle_step(self, shape: Shape) -> Mixed:
-        """Return a step of that shape without effect, for captures: it writes no key and attends to nothing."""
+        """Return a step of this shape that captures can run without effect: it stores no keys and attends to none."""
         self._staging.begin_step()
         page = self._stage_page(blank(shape, len(self._windows))[0], shape)
         self._staging.send()
@@ -405,8 +405,8 @@ class Batch:
     def _decode_inputs(
         self, slots: Tensor, ids: Tensor, positions: Tensor, place: GroupPlaces, rows: Tensor, lens: Tensor
     ) -> None:
-        """Write the next inputs of decoding slots, and their kv_indices in one KV group.  Other inputs are equal in
-        all."""
+        """Write the next inputs of decoding slots, and their kv_indices in one KV group.  The other inputs do not
+        depend on the group."""
         count = len(slots)
         ops.decode_inputs(
             slots,

@@ -21,8 +21,8 @@ ROWS = 128  # maximum rows whose float32 log-softmax exists at a time
 class Candidates:
     """Candidates on the host, or being copied there: read them once their step is done."""
 
-    asked: Sequence[tuple[int, int]]  # slot, and how many candidates to report
-    pieces: list[tuple[Tensor, Tensor]]  # pairs per chunk of ROWS slots: token ids [., most] i64, log-probabilities f32
+    asked: Sequence[tuple[int, int]]  # (slot, number of candidates to report)
+    pieces: list[tuple[Tensor, Tensor]]  # token ids i64 and log-probabilities f32, each [up to ROWS slots, candidates]
 
     def by_slot(self) -> dict[int, tuple[list[int], list[float]]]:
         """Return (token ids, log-probabilities) by slot, most probable first.  Slots with logits that are not finite

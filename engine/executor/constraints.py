@@ -3,8 +3,8 @@
     grammars.fill: writes the masks of its slots ─> banned.fill: forbids tokens in the masks of its slots ─> sampling
 
 A request may have both: a token must be allowed by its grammar, and must not complete a banned sequence.  If no token
-is left, the request ends with an error.  Both masks are functions of the tokens generated so far.  Slots without either
-have no mask, and nothing here reads them.
+is left, the request ends with an error.  A mask is a function of the tokens generated so far.  A slot without grammar
+and banned sequences has no mask.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ IMPOSSIBLE = (
 class Constraints:
     """Writes the masks that sampling reads.  Not thread-safe: one executor owns it.
 
-    Per step: `assign` and `free`, then perhaps `begin_fill`, then `fill`, `followers`, and their `advance`."""
+    Calls per step: `assign` and `free`, perhaps `begin_fill`, `fill`, `followers`, then `advance` of the followers."""
 
     def __init__(self, mask: npt.NDArray[np.int32], vocab_size: int, grammars: Grammars | None = None) -> None:
-        """`mask` [max_seqs, ceil(V / 32)], row = slot; `grammars` writes to it, too; None: no request has a grammar."""
+        """`mask` [max_seqs, ceil(V / 32)]: row = slot; `grammars` (None: no request has one) writes to it, too."""
         self.grammars = grammars
         self._mask, self._vocab_size = mask, vocab_size
         self._banned = BannedSequences(mask)
@@ -75,7 +75,7 @@ class Constraints:
             self.grammars.free(slot)
 
     def begin_fill(self) -> None:
-        """Start writing masks on another thread, if there are enough.  Call `fill` next, and nothing else."""
+        """Start writing masks on another thread, if enough slots have grammars.  Call `fill` next, and nothing else."""
         if self.grammars is not None and self.grammars.active:
             self.grammars.begin_fill()
 
@@ -90,8 +90,8 @@ class Constraints:
         return written
 
     def draft_masks(self, drafts: Mapping[int, Sequence[int]]) -> npt.NDArray[np.int32] | None:
-        """Return the mask after each draft, [R, words], in the order of `drafts`; None: none of their slots has a
-        grammar.  Call `fill` before.  Sequences with bad_words have no drafts (core/drafts.py)."""
+        """Return the mask after each of R drafts, [R, words], in the order of `drafts`; None if none of these slots has
+        a grammar.  Call `fill` before.  Sequences with bad_words have no drafts (core/drafts.py)."""
         if self.grammars is None or not any(slot in self.grammars.slots for slot in drafts):
             return None
         masks = np.zeros((sum(map(len, drafts.values())), self._mask.shape[1]), np.int32)
@@ -102,15 +102,15 @@ class Constraints:
         return masks
 
     def followers(self, slots: Sequence[int]) -> list[Follower]:
-        """Return the followers among a step's slots: their masks depend on its tokens.  A slot may be there twice."""
+        """Return the followers of a step's slots.  A slot with both a grammar and banned sequences has two."""
         if not self.active:
             return []
         grammars = [] if self.grammars is None else self.grammars.followers(slots)
         return grammars + self._banned.followers(slots)
 
     def choose(self, slot: int, wanted: int) -> int:
-        """Return `wanted` if the mask of a slot allows it, else the first token that the mask allows; -1: there is
-        none."""
+        """Return `wanted` if the mask of a slot allows it, else the first token that the mask allows, or -1 if it
+        allows none."""
         bits = np.unpackbits(self._mask[slot].view(np.uint8), bitorder="little")[: self._vocab_size]
         if bits[wanted]:
             return wanted

@@ -13,20 +13,20 @@ import torch
 from quire.engine.core.plan import Draft
 from quire.engine.executor import ops
 
-# Limits of the searched tokens.  A token takes 19 to 30 bytes: at most 120 MiB for 256 slots of that many tokens each,
-# and 2 MiB per owner.
-OWN_TOKENS = 16_384  # last tokens of a sequence's prompt and answer
-RECENT_TOKENS = 65_536  # last tokens of an owner's answers
-OWNERS = 64  # owners with answers: those with the latest requests
+# Limits of the tokens that are searched.  Each takes 19 to 30 bytes: at most 120 MiB for 256 slots with OWN_TOKENS
+# tokens, and 2 MiB per owner.
+OWN_TOKENS = 16_384  # maximum tokens of a sequence's prompt and answer, the last ones
+RECENT_TOKENS = 65_536  # maximum tokens of an owner's answers, the last ones
+OWNERS = 64  # maximum owners whose answers are searched, those with the latest requests
 
 
 class SuffixDrafter:
-    """The `quire.engine.core.drafts.Drafter`.  Not thread-safe: the loop owns it.  The kernels must be loaded."""
+    """Implements `quire.engine.core.drafts.Drafter`.  Not thread-safe: the loop owns it.  Kernels must be loaded."""
 
     def __init__(self, slots: int) -> None:
         self._drafter = ops.drafter_open(slots, OWN_TOKENS, RECENT_TOKENS, OWNERS)
         # Lists reach the native call through these tensors: torch takes three times as long to convert a list.
-        self._last: list[int] = []  # the list in `_slots`
+        self._last: list[int] = []  # the slots that are in the tensor `_slots`
         self._slots, self._tokens = torch.empty(slots, dtype=torch.int64), torch.empty(slots, dtype=torch.int64)
         self._bytes = [one.numpy().data.cast("B") for one in (self._slots, self._tokens)]
 

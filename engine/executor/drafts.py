@@ -1,7 +1,7 @@
 """Verifies drafts on the device: samples after each draft, how many drafts are accepted, and each slot's next token.
 
-A slice [t, d1 .. dk] with k drafts has k + 1 rows of logits.  The row after t is among the rows of all slots.  The
-other rows follow the rows of all slots:
+A slice [t, d1 .. dk] with k drafts has k + 1 rows of logits.  The row after t is the slot's own row, like those of the
+slots without drafts.  The k rows after the drafts follow the rows of all slots:
 
     logits   | a row for each slot that samples | k rows of a slice, after d1 .. dk | of the next slice ...
     samples    s1 of each slot                    s2 .. s(k+1)
@@ -34,14 +34,14 @@ NO_TOKEN = -1  # padding: a draft that equals no sample
 
 @dataclass(frozen=True, slots=True)
 class DraftRows:
-    """The slices with drafts of one step: D slices, at most K drafts each, R drafts in all."""
+    """The slices of one step that have drafts: D slices, at most K drafts each, R drafts in all; N slots sample."""
 
     slots: list[int]  # [D]
     tokens: list[list[int]]  # [D] drafts of each slice
     rows: Array  # [R] i64: slot of each draft row
     known: Tensor  # [R] i64: number of tokens before the one that the row samples
     behind: Tensor  # [N] i64: draft tokens per sampling slot; `StepTensors.known` includes them
-    own: Tensor  # [D] i64: index of each slot among the N
+    own: Tensor  # [D] i64: index of each slot among the N slots that sample
     drafts: Tensor  # [D, K] i64; NO_TOKEN: padding
     at: Tensor  # [D, K + 1] i64: the rows (0 .. N + R - 1) of each slot, in order; padded with its first row
     device_slots: Tensor  # [D] i64
@@ -93,8 +93,8 @@ class Verified:
                     row.take(token)
 
     def entries(self) -> dict[int, tuple[list[TokenLogprob], TokenLogprob]]:
-        """Return by slot (log-probabilities of the accepted drafts, that of the token after them), if it reports
-        some."""
+        """Return, for each slot that reports log-probabilities, (those of the accepted drafts, that of the token after
+        them)."""
         if self.logprobs is None:
             return {}
         by_slot: dict[int, list[TokenLogprob]] = {}
@@ -110,8 +110,8 @@ def verify(
     """Sample after the drafts and accept the drafts that equal the samples; launches only.
 
     logits    [N + R or more, V]; the first N rows have been sampled
-    tokens, outcomes  [N] of these rows; a drafting slot gets the sample after its accepted drafts
-    position  [max_seqs] i64, by slot: of the last token that is not a draft; advanced to the last accepted draft
+    tokens, outcomes  [N] results of these N rows; a slot with drafts gets the sample after its accepted drafts instead
+    position  [max_seqs] i64: per slot, the position of its last token that is not a draft; accepted drafts advance it
     """
     count, extra = len(tokens), len(rows.rows)
     sampled = torch.empty(extra, dtype=torch.int64, device=tokens.device)

@@ -34,20 +34,20 @@ class Follower:
 
 
 def following(rows: Mapping[int, Row], slots: Iterable[int]) -> list[Follower]:
-    """Return followers for the slots of a step that have a row now."""
+    """Return a follower for each slot of a step that has a row now."""
     return [Follower(at, slot, rows[slot]) for at, slot in enumerate(slots) if slot in rows] if rows else []
 
 
 def advance(followers: Iterable[Follower], tokens: Sequence[int]) -> dict[int, str]:
-    """Advance each row by the token that its sequence sampled.  Returns by slot why no token was allowed.
+    """Advance each row by the token that its sequence sampled.  Returns slot -> why no token was allowed, if so.
 
-    `tokens`: the tokens of all slots that sampled in the step, in their order."""
+    `tokens`: the tokens of all slots that sampled in the step, in the step's order."""
     for follower in followers:
         follower.row.take(tokens[follower.at])
     return {follower.slot: follower.row.error for follower in followers if follower.row.error}
 
 
 def forced_tokens(followers: Iterable[Follower]) -> dict[int, list[int]]:
-    """Return by slot the tokens that must follow the sampled token, if there are some.  Call `advance` before."""
+    """Return slot -> tokens that must follow the sampled token, for slots with such tokens.  Call `advance` before."""
     found = ((follower.slot, follower.row.find_forced()) for follower in followers)
     return {slot: list(forced) for slot, forced in found if forced}

@@ -32,13 +32,13 @@ from quire.engine.common.fair_list import FairList
 
 log = logging.getLogger(__name__)
 
-# Bytes of a matcher with llguidance 1.9, measured as in tests/executor/test_grammar_store.py: 45,000 to 85,000 of small
-# grammars, 42 to 84 per byte of large schemas and lists of choices, 120 to 8,000 per token of different grammars.
+# Bytes of a matcher of llguidance 1.9.  tests/executor/test_grammar_store.py measures 45,000 to 85,000 for a small
+# grammar, 42 to 84 per byte of text for large schemas and lists of choices, and 120 to 8,000 per consumed token.
 FIXED, PER_BYTE, PER_TOKEN = 60_000, 80, 2_000
 LEXER_BYTES = 24 << 20  # maximum bytes of a lexer: 20,000 states (grammars.LIMITS) of about 1.1 KiB
-MEASURED = 16  # evictions per measurement, which takes up to 1 ms: malloc counts its free chunks
-PRIOR_BYTES = 4 << 20  # measured bytes that weigh as much as the constants above
-SCALES = (0.25, 16.0)  # bounds of the ratio
+MEASURED = 16  # evictions per measurement; each takes up to 1 ms, because malloc counts its free chunks
+PRIOR_BYTES = 4 << 20  # initial numerator and denominator of the ratio of measured to estimated bytes
+SCALES = (0.25, 16.0)  # bounds of this ratio
 CORES_PER_THREAD, MAX_THREADS = 4, 4  # compile threads: few, since steps need the cores
 
 
@@ -54,19 +54,19 @@ class GrammarCounts:
     """Counts of a store, for metrics."""
 
     held: int = 0
-    held_bytes: int = 0  # estimated, like `kept_bytes`; for a grammar not compiled yet: its predicted size
+    held_bytes: int = 0  # estimate; includes predicted sizes of grammars that are not compiled yet
     kept: int = 0
-    kept_bytes: int = 0
+    kept_bytes: int = 0  # estimate
     waiting: int = 0  # held grammars whose compilation has not begun
-    compiled: int = 0  # grammars compiled since start; the next two count since start, too
-    faults: int = 0
-    evicted: int = 0
+    compiled: int = 0  # grammars compiled since start, including the faulty
+    faults: int = 0  # grammars found to be faulty since start
+    evicted: int = 0  # grammars evicted since start
 
 
 class HeldResources(Protocol):
-    """Interface of a store to its gate, which delays requests until their resource is ready.
+    """What a gate calls: it delays requests until their resource, a grammar or a LoRA adapter, is ready.
 
-    The method names and docstrings say grammar.  LoRA adapters are held in the same way, each identified by a text."""
+    The docstrings say grammar, identified by its text.  An adapter is held in the same way, identified by its id."""
 
     def hold(self, request_id: str, text: str, tenant: str = "", weight: float = 1.0) -> bool:
         """Add a request's reference to a grammar, until `release`.  Returns whether the grammar is already compiled, or
@@ -80,7 +80,7 @@ class HeldResources(Protocol):
         """Return the texts of grammars that were compiled, or found to be faulty, since the last call."""
 
     def fault(self, text: str) -> str:
-        """Return why a grammar is faulty; "": it is not, or that is not known yet."""
+        """Return why a grammar is faulty; "" if it is sound, or not compiled yet."""
 
     def is_held(self, text: str) -> bool:
         """Return whether a request holds a grammar."""
@@ -116,7 +116,7 @@ class GrammarError(Exception):
 
 
 class State(Enum):
-    """The state of a grammar between request and answer."""
+    """How far the compilation of a grammar is."""
 
     WAITING = 0
     COMPILING = 1
@@ -131,8 +131,8 @@ class Grammar:
     state: State = State.WAITING
     compiled: Compiled | None = None
     fault: str = ""
-    tenants: Counter[str] = field(default_factory=Counter)  # holders
-    tokens: int = 0  # consumed by all copies
+    tenants: Counter[str] = field(default_factory=Counter)  # number of requests that hold it, by tenant
+    tokens: int = 0  # tokens that its copies have consumed
     copies: int = 0  # copies in use
     held_bytes: int = 0  # its part of the store's `_held_bytes`
 
@@ -157,9 +157,9 @@ class GrammarStore:
         threads: int | None = None,
         heap_bytes: Callable[[], int] | None = None,
     ) -> None:
-        """`compile_one` raises GrammarError.  `max_bytes`: limit of kept grammars.  `threads`: None: by the number of
-        cores; 0: only `work` compiles.  `heap_bytes`: returns the bytes that malloc has handed out; None: by the C
-        library."""
+        """`compile_one` raises GrammarError.  `max_bytes`: limit of kept grammars.  `threads`: number of compile
+        threads; None: from the number of cores; 0: only calls of `work` compile.  `heap_bytes`: returns the bytes that
+        malloc has handed out; None: the C library is asked."""
         self._compile, self._max_bytes = compile_one, max_bytes
         self._threads = compile_threads() if threads is None else threads
         self._heap_bytes = heap_bytes or malloc_bytes()
@@ -167,8 +167,8 @@ class GrammarStore:
         self._grammars: dict[str, Grammar] = {}  # held and kept grammars by text
         self._holders: dict[str, tuple[Grammar, str]] = {}  # request id -> the grammar that it holds, and its tenant
         self._work: FairList[str] = FairList()
-        self._kept: OrderedDict[str, int] = OrderedDict()  # text -> bytes when its last request ended, oldest first
-        self._kept_bytes = self._held_bytes = 0  # sums, unscaled
+        self._kept: OrderedDict[str, int] = OrderedDict()  # text -> estimated bytes; the longest unused is first
+        self._kept_bytes = self._held_bytes = 0  # sums of estimates, before they are scaled
         self._finished: deque[str] = deque()
         self._evicted: deque[Grammar] = deque()  # grammars that a thread will free, which takes up to a millisecond
         self._running = 0  # threads that compile now
@@ -216,12 +216,12 @@ class GrammarStore:
         if not self._finished:
             return []
         with self._lock:
-            texts = [text for text in self._finished if self._is_done(text)]  # not grammars evicted and held again
+            texts = [text for text in self._finished if self._is_done(text)]  # some may be evicted, or held anew
             self._finished.clear()
         return texts
 
     def fault(self, text: str) -> str:
-        """Return why a grammar is faulty; "": it is not, or that is not known yet."""
+        """Return why a grammar is faulty; "" if it is sound, or not compiled yet."""
         with self._lock:
             return self._grammars[text].fault if text in self._grammars else ""
 
@@ -280,8 +280,8 @@ class GrammarStore:
     # --------------------------------------------------------------------------------------------------------- threads
 
     def work(self) -> bool:
-        """Compile the next grammar in the tenants' turns, and free evicted grammars.  Returns whether one was
-        compiled."""
+        """Free evicted grammars, and compile the next grammar, round-robin over tenants.  Returns False if none
+        waits."""
         while self._evicted:
             self._free()
         with self._lock:
@@ -289,7 +289,7 @@ class GrammarStore:
             if text is None:
                 return False
             grammar = self._grammars[text]
-            if grammar.state is not State.WAITING:  # compiled in another tenant's turn
+            if grammar.state is not State.WAITING:  # already compiled for another tenant
                 return True
             grammar.state = State.COMPILING
             for tenant in grammar.tenants:
@@ -319,7 +319,7 @@ class GrammarStore:
             self._work = FairList()
 
     def _start_thread(self) -> None:
-        """Start a thread if there is work for one more; it ends with the work.  The caller holds the lock."""
+        """Start a thread if there is work for one more.  It ends when no work is left.  The caller holds the lock."""
         if self._running < self._threads and self._running < len(self._work) + bool(self._evicted):
             self._running += 1
             threading.Thread(target=self._run, name="grammar", daemon=True).start()
@@ -365,7 +365,7 @@ class GrammarStore:
             self._start_thread()
 
     def _free(self) -> None:
-        """Free one of the evicted grammars, and measure every MEASURED-th of them."""
+        """Free one evicted grammar.  For every MEASURED-th one, measure the bytes that this frees."""
         try:
             grammar = self._evicted.popleft()
         except IndexError:  # another thread was faster

@@ -57,9 +57,9 @@ LIMITS = llguidance.LLParserLimits(
 )
 # Sets of tokens that a mask allows or forbids at once: white space, and text inside a JSON string of up to n
 # characters. If a string may hold n more characters, the sets up to n are allowed at once, and only tokens of the next
-# set are tried one by one.  llguidance's own sets end at 10, 30 and any number.  With these sets, computing a mask for
-# schemas whose strings have at most 40 characters takes 1.2 ms at p99 (1.7 ms with llguidance's own sets); no other
-# masks take longer (151,643 tokens).
+# set are tried one by one.  llguidance's default sets have up to 10, up to 30 and any number of characters.  Computing
+# a mask for schemas whose strings have at most 40 characters takes 1.2 ms at p99 with these sets and 1.7 ms with the
+# default sets; masks of other schemas take no longer (151,643 tokens).
 STRING_TEXT = r'[^"\\\x00-\x1F\x7F]'
 SLICES = [
     r"[\x20\x0A\x0D\x09]+",
@@ -75,8 +75,8 @@ NO_ANSWER = "it allows no answer"
 REASON_CHARS = 256  # maximum length of llguidance's reason
 KEPT_BYTES = 256 << 20  # compiled grammars that no request holds: the default of `grammar_memory_mib`
 # llguidance is asked for forced tokens again after each of them, so that they are the tokens that its masks would
-# allow. Each answer has all remaining forced tokens and takes 2 us per token.  This bounds the tokens of all answers of
-# a step: up to 63 forced tokens are found in one step, more of them in several.
+# allow. Each answer has all remaining forced tokens and takes 2 us per token.  MAX_FOUND bounds the sum of tokens of a
+# slot's answers in a step: up to 63 forced tokens (63 + 62 + ... + 1) are found in one step, more in several steps.
 MAX_FOUND = 2048
 
 
@@ -98,14 +98,14 @@ class _Row:
     """The grammar state of one sequence in its slot."""
 
     grammar: str
-    matcher: llguidance.LLMatcher | None  # None: `error` says why, or another row has it after a jump
+    matcher: llguidance.LLMatcher | None  # None: see `error`, or a jump has handed it to another row
     held: npt.NDArray[np.int32] | None  # mask of the stop tokens that may not end the answer yet
-    early: int = 0  # outputs for which `held` is forbidden, if the grammar allows another token
+    early: int = 0  # number of next output tokens for which `held` is forbidden, if the grammar allows another token
     error: str = ""
-    jumps: bool = False
+    jumps: bool = False  # forced tokens may be computed without being sampled
     end: int = -1  # the only EOS token; -1: there are several
     taken: list[int] = field(default_factory=list)  # the tokens that the matcher has consumed
-    behind: bool = False  # the last of `taken` is not consumed yet: `catch_up` does that
+    behind: bool = False  # the last of `taken` is not consumed yet: `catch_up` consumes it
     ahead: int = 0  # forced tokens at the end of `taken` that are not sampled yet
     reported: bool = True  # the forced tokens ahead have been reported
 
@@ -136,7 +136,7 @@ class _Row:
         return self.taken[len(self.taken) - self.ahead :]
 
     def look_ahead(self) -> None:
-        """Consume the tokens that are forced next, unless some are ahead already."""
+        """Consume the tokens that are forced next, unless forced tokens are already ahead."""
         matcher = self.matcher
         if matcher is None or not self.jumps or self.ahead:
             return
@@ -150,7 +150,7 @@ class _Row:
         self.reported = not self.ahead
 
     def _forced_next(self, matcher: llguidance.LLMatcher) -> list[int]:
-        """Return the tokens that the grammar forces now; empty: it allows several tokens, or none."""
+        """Return the tokens that the grammar forces now; empty if it allows several tokens, or none."""
         if self.taken[-1:] == [self.end]:
             return []
         if forced := matcher.compute_ff_tokens():
@@ -193,7 +193,7 @@ class Grammars:
         """Read the tokenizer of a checkpoint on a separate thread: 0.6 s for 49,000 tokens.
 
         The first grammar waits for the tokenizer; `supported` says whether the checkpoint has one.  `mask` [max_seqs,
-        ceil(V / 32)] is written by `fill`.  `kept_bytes`: limit of compiled grammars without a holder."""
+        ceil(V / 32)] is written by `fill`.  `kept_bytes`: limit of compiled grammars that no request holds."""
         self.mask = mask
         self._vocab_size, self._eos_ids = vocab_size, eos_ids
         self._rows: dict[int, _Row] = {}
@@ -236,7 +236,7 @@ class Grammars:
         """Give a slot the grammar of the sequence that starts or jumps in it, advanced by the tokens emitted before.
 
         The request holds the grammar in `store`, where it is compiled: this never waits.
-        A sequence that jumps keeps its matcher.  Steps in flight use the slot's old mask, which allows no token now."""
+        A sequence that jumps keeps its matcher.  Steps in flight keep the slot's old row, now without a matcher."""
         sampling, emitted = sampler.sampling, sampler.history[sampler.prompt_len :]
         held = self._bits(sampler.stop_ids) if sampler.stop_ids else None
         before = self._rows.get(slot)
@@ -306,7 +306,7 @@ class Grammars:
         return following(self._rows, slots)
 
     def begin_fill(self) -> None:
-        """Start writing the masks on another thread, if there are enough.  Call `fill` next, and nothing else."""
+        """Start writing the masks on another thread, if there are enough of them.  Call only `fill` next."""
         if len(self._rows) >= THREADED:
             self._filling = self._filler.submit(self.compute)
 
@@ -327,9 +327,9 @@ class Grammars:
             self._executor.unsafe_compute_mask_ptr(sound, self.mask.ctypes.data, words * 4, count)
 
     def fill_behind(self, slot: int, drafts: Sequence[int], masks: npt.NDArray[np.int32]) -> None:
-        """Write the mask after each draft of a slot, as `fill` would if they were sampled.  Call `fill` before.
+        """Write the mask after each draft of a slot, as `fill` would if the drafts were sampled.  Call `fill` before.
 
-        After a draft that is forbidden, or an EOS token, masks stay 0: no step reads them."""
+        The masks after a forbidden draft or an EOS token stay 0, because no sample of their rows is used."""
         row = self._rows.get(slot)
         if row is None or row.matcher is None or row.error:
             return

@@ -5,10 +5,10 @@
     sampling   graph   o   o   o   o   o   o         o           greedy only
                graph   o   o   o   o   o   o         o           any sampling settings
 
-Model and sampling are separate graphs, so that the two ways to sample share one capture of the model.  Steps with
-prompt slices have graphs of the model at a few more sizes (`slice_shapes`), and use the same graphs of sampling.  Steps
-with drafts have graphs of the model, too (`draft_shapes`); their sampling is launched eagerly.  All graphs share one
-memory pool, because they run one after another.
+Model and sampling are separate graphs, so that the model is captured only once for the two ways to sample.  The model
+also has graphs for a few sizes of steps with prompt slices (`slice_shapes`), which use the same graphs of sampling, and
+of steps with drafts (`draft_shapes`), whose sampling is launched eagerly.  All graphs share one memory pool, because
+they run one after another.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Key = TypeVar("Key")
 
 
 def graph_sizes(most: int) -> list[int]:
-    """Return the batch sizes that get a graph: more sizes waste less on padding, but each takes time at the start."""
+    """Return the batch sizes that get a graph, up to `most`.  More sizes would mean less padding, but a later start."""
     sizes = {1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 64), most}
     return sorted(size for size in sizes if size <= most)
 
@@ -43,7 +43,7 @@ def urgent(sizes: list[int]) -> list[int]:
 
 
 def next_size(sizes: list[int], count: int) -> int | None:
-    """Return the smallest size that holds `count`; None: no size does."""
+    """Return the smallest of the ascending sizes that is at least `count`; None if all are smaller."""
     at = bisect.bisect_left(sizes, count)
     return sizes[at] if at < len(sizes) else None
 
@@ -90,7 +90,7 @@ def memory_first(shapes: Iterable[Shape]) -> list[Shape]:
 
 
 class Where:
-    """Shared by the graphs of a process: the memory pool, and the stream of captures (cuBLAS has memory per stream)."""
+    """The memory pool and the capture stream that all graphs of a process share (cuBLAS has memory per stream)."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
@@ -98,7 +98,7 @@ class Where:
 
 
 class Graphs(Generic[Key]):
-    """One kind of launches, captured at some sizes.  `run(key)` launches them; all tensors they touch are static."""
+    """Graphs of one kind of launches, by size.  `run(key)` launches them; all tensors that they touch are static."""
 
     def __init__(self, run: Callable[[Key], None], where: Where) -> None:
         self._run = run
@@ -148,8 +148,8 @@ class SecondUse:
         self._step = -1
 
     def due(self, step: int, *launches: object) -> bool:
-        """Return whether to record these launches now.  Notes their use in `step` if not all of them were used
-        before."""
+        """Return whether to capture these launches in `step`: all of them have been used before.  If not, they now
+        count as used."""
         if not self._used.issuperset(launches):
             self._used.update(launches)
             return False
@@ -160,7 +160,7 @@ class SecondUse:
 
 
 def capture_all(jobs: Sequence[Callable[[], None]], seconds: float, agree: Callable[[int], int] = int) -> int:
-    """Run these captures in this order, for at most `seconds`.  Return how many were done.
+    """Run captures in this order, and begin none after `seconds`.  Return how many were done.
 
     agree: returns the minimum over all ranks, which must capture the same graphs.
 

@@ -11,10 +11,10 @@ Pairs = list[tuple[int, int]]
 
 
 class GroupedSwap:
-    """Sends each pair of a plan to the swap of its group.  Copies take effect in stream order, as those of `Swap`."""
+    """Passes each pair (source block, target block) of a plan to the `Swap` of its KV group."""
 
     def __init__(self, swaps: list[Swap], blocks: list[int]) -> None:
-        """`blocks`: number of blocks per group, full layers first."""
+        """`swaps`, `blocks` (their number): one per KV group; the group of full-attention layers is first."""
         self._swaps = swaps
         self._first = [0, *accumulate(blocks)]
         self._first_host = [0, *accumulate(swap.host_blocks for swap in swaps)]
@@ -39,12 +39,12 @@ class GroupedSwap:
         return sum(size for size, _ in parts), sum(seconds for _, seconds in parts)
 
     def measure(self) -> float:
-        """Measure the bandwidth of swaps in bytes/s, with blocks of full layers."""
+        """Measure the bandwidth of swaps in bytes/s, with blocks of full-attention layers."""
         return self._swaps[0].measure()
 
     @staticmethod
     def _split(pairs: Pairs, sources: list[int], targets: list[int]) -> list[Pairs]:
-        """Return the pairs of each group, numbered within it."""
+        """Return the pairs of each group, with block ids that count from the group's first block."""
         found: list[Pairs] = [[] for _ in sources[1:]]
         for source, target in pairs:
             group = bisect_right(sources, source) - 1

@@ -2,8 +2,8 @@
 
     limit / ranks = weights on the CPU + KV cache on a CPU + swap space + PROCESS_BYTES / ranks
 
-Defaults shrink to the free memory, swap space first.  Configured values are kept, or refused: the kernel would kill a
-process that exceeds the limit.
+Default sizes shrink to the free memory, swap space first.  Configured sizes are kept; if they exceed the limit, the
+engine refuses to start, because the kernel would kill it later.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ GIB = 1 << 30
 CPU_DEFAULT_GIB = 1.0  # KV cache on a CPU
 DEFAULT_SWAP_GIB = EngineConfig().swap_memory_gib
 # Resident MiB of `quire serve builtin` without KV cache and weights, after a few requests: engine 412, spare 391,
-# gateway 106, supervisor 50, Redis 13; together 972, shared pages counted in each.  The rest of PROCESS_BYTES is for
-# queued requests.
+# gateway 106, supervisor 50, Redis 13; in sum 972.  Each value includes shared pages.  The rest of PROCESS_BYTES is
+# for queued requests.
 PROCESS_BYTES = int(1.1 * GIB)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 ROWS, INPUTS = 16, 128  # rows and inputs per packed block; a weight's sizes are multiples of these
 GROUPS = (128, 64, 32)  # inputs that share a scale; larger groups repeat their scales
 NO_ZERO = 8  # zero point of symmetric weights
-LARGEST_EXPONENT = 15  # the scales of a row are below 2 to this power
+LARGEST_EXPONENT = 15  # scales divided by their row scale are below 2 to this power
 MIN_EXPONENT = -100  # minimum exponent of a row's maximum scale: below it, the row scale would be subnormal
 CHUNK = 1 << 24  # weights packed at a time
 
@@ -61,8 +61,8 @@ def pack(values: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Te
 def _lane_words(values: Tensor) -> Tensor:
     """Return [row blocks, k blocks, 1024] u8: the words of each lane, alternating between its two rows."""
     single = torch.stack([values & 0xF, values >> 4], -1).flatten(1)
-    # Row 8 r + g and column 64 half + 32 h + 8 t + 4 j + byte of a packed block: word 2 j + r of lane 4 g + t, byte
-    # `byte`; h = 0 in the low nibble, h = 1 in the high one.
+    # The weight at row 8 r + g and column 64 half + 32 h + 8 t + 4 j + byte of a packed block is in byte `byte` of word
+    # 2 j + r of lane 4 g + t: in the low nibble if h = 0, in the high nibble if h = 1.
     split = single.view(-1, 2, 8, single.shape[1] // INPUTS, 2, 2, 4, 2, 4)
     block, r, g, record, half, h, t, j, byte = range(9)
     low, high = split.permute(h, block, record, half, g, t, j, r, byte)

@@ -65,7 +65,7 @@ class WindowBlocks(NamedTuple):
 
 
 Caches = list[LayerCache]
-KV_DTYPES = {"e4m3": torch.float8_e4m3fn}  # dtypes by option value; others: the model's own
+KV_DTYPES = {"e4m3": torch.float8_e4m3fn}  # dtype by option value; for other values the model's dtype
 
 
 def bytes_per_token(layers: list[KVShape], dtype: torch.dtype) -> int:
@@ -94,10 +94,10 @@ def cache_bytes(
     activations: int = 0,
     cpu_budget: int = int(CPU_DEFAULT_GIB * GIB),
 ) -> int:
-    """Return the bytes of memory for the KV cache: `kv_memory_gib` if set, else what the device has.
+    """Return the bytes of memory for the KV cache: `kv_memory_gib` if set, else the free memory of the device.
 
-    activations: bytes per step in addition to weights and cache.
-    cpu_budget: bytes for the cache under a CPU's memory limit, at most the default."""
+    activations: bytes of a GPU to leave free for the largest step.
+    cpu_budget: bytes of the cache on a CPU (`host_memory.divide`)."""
     if kv_memory_gib > 0:
         return int(kv_memory_gib * GIB)
     if device.type == "cuda":
@@ -116,7 +116,7 @@ def blocks_that_fit(
 ) -> int:
     """Return the number of KV blocks to allocate: `kv_blocks` if set, else the maximum that fits `memory` bytes.
 
-    agree: maps the number that fits here to the minimum over all ranks.
+    agree: maps the number that fits on this rank to the minimum over all ranks.
 
     Raises NotEnoughMemory when a single sequence of max_model_len tokens does not fit: it could never finish.
     """
@@ -149,8 +149,7 @@ def allocate(
 
     on_demand: on a CPU, let the system allocate each zero page at its first write.  This saves an activated spare
     engine 0.6 s per GiB; the engine before it has shown that the machine has the memory. scales: [2, Hkv] per layer,
-    for e4m3; None: 1, because e4m3's range of 448 suffices for trained models. windows: by layer index, the blocks of
-    layers in window groups; None: there are none."""
+    for e4m3; None: 1, because e4m3's range of 448 suffices for trained models. windows: layer index -> its blocks."""
 
     def tensor(layer: KVShape, count: int) -> Tensor:
         shape = count, layer.heads, block_size, layer.head_size
@@ -171,7 +170,7 @@ def allocate(
     try:
         for index, (layer, given) in enumerate(zip(layers, scales or [None] * len(layers), strict=True)):
             caches.append(cache(index, layer, given) if layer.shares is None else caches[layer.shares])
-    except (RuntimeError, OSError) as error:  # torch's "can't allocate memory", on either kind of device; mmap's
+    except (RuntimeError, OSError) as error:  # RuntimeError: torch, on a CPU or a GPU; OSError: mmap
         total = bytes_per_token(layers, dtype) * block_size * blocks
         raise NotEnoughMemory(f"no memory for a KV cache of {total / GIB:.2f} GiB: lower kv_memory_gib") from error
     return caches
