@@ -46,7 +46,7 @@ class KernelBuildError(ModelLoadError):
 class Target:
     """Target of a build: CPU, GPUs and torch."""
 
-    cpu: str = "native"  # architecture name of the compiler
+    cpu: str = "native"  # architecture, as -march or -mcpu names it
     gpus: tuple[str, ...] = ()  # compute capabilities; none: no CUDA
     torch_root: Path = field(default_factory=lambda: Path(torch.__file__).parent)
 
@@ -112,8 +112,8 @@ def _cuda_home() -> Path:
 
 
 def _gencode(capability: str) -> str:
-    """Return nvcc's flag for one GPU.  Only targets with an `a` have the instructions specific to Hopper and
-    Blackwell."""
+    """Return nvcc's flag for one GPU.  Instructions specific to Hopper and Blackwell need a target that ends with
+    `a`."""
     number = capability.replace(".", "")
     if int(number) >= 90:
         number += "a"
@@ -147,7 +147,7 @@ def _cuda_flags(target: Target) -> list[str]:
 def _libraries(target: Target) -> list[str]:
     """Return the linker's flags.
 
-    No -fopenmp: pool.h gives the reason.  GOMP_parallel is undefined here; a library that libtorch_cpu needs has it.
+    Without -fopenmp: pool.h gives the reason.  A library that libtorch_cpu needs defines the symbol GOMP_parallel.
     """
     lib = target.torch_root / "lib"
     # A compiler that has libstdc++ only as an archive links a second copy.  If that copy were visible from outside,

@@ -5,8 +5,8 @@
     memory          the rest                            max_seqs windows, a step's tokens, 1/8 more for cached blocks
 
 `core/layer_groups.py` defines which blocks a sequence holds.  The window blocks that all slots can hold together follow
-from windows and slots, so they are allocated first.  With less memory fewer long sequences run at once: as many as fit
-if each is four windows long.  In these cases one block table serves all layers:
+from windows and slots, so they are allocated first.  If memory is too small for all slots, fewer long sequences can run
+at once: as many as fit if each is four windows long.  One block table serves all layers in these cases:
 
   * layers are of one kind, or a window is as long as the longest sequence
   * with several ranks, with recurrent layers, and on a GPU unless `window_groups` is on
@@ -32,8 +32,8 @@ from quire.engine.executor.swap import Swap
 
 log = logging.getLogger(__name__)
 
-CACHED = 8  # one cached window block is added per CACHED live ones
-REFERENCE = 4  # with scarce memory, sequences of this many windows use up both kinds of blocks at the same time
+CACHED = 8  # one window block for cached prefixes is added per CACHED window blocks for running sequences
+REFERENCE = 4  # with scarce memory, sequences of this many windows use up window blocks and full blocks equally fast
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class KVMemory(NamedTuple):
     """The KV cache of a worker, by group of layers."""
 
     token_bytes: int  # bytes per token of the first group's layers
-    windows: list[WindowGroup]  # the other groups
+    windows: list[WindowGroup]  # the other groups, which are window groups
     shapes: list[list[list[Tensor]]]  # per group, lists of tensors of one shape: one call moves their blocks
 
 
 def grouping_windows(option: str, windows: Sequence[int], on_gpu: bool, ranks: int, recurrent: bool) -> Sequence[int]:
     """Return the windows by which layers are grouped; empty: one block table serves all layers.
 
-    option: `window_groups`.  Raises ModelLoadError if it is on where groups are not supported."""
+    option: `window_groups`.  Raises ModelLoadError if it is on and the model or the ranks do not support groups."""
     why_not = "the model has recurrent layers" if recurrent else ""
     if ranks > 1:
         why_not = f"tensor_parallel is {ranks}"
@@ -73,7 +73,7 @@ def grouping_windows(option: str, windows: Sequence[int], on_gpu: bool, ranks: i
 
 
 def group_layers(layers: list[KVShape], windows: Sequence[int], itemsize: int, longest: int) -> list[KVGroup]:
-    """Return the KV groups, the longest window first.  `windows`: tokens per layer, 0: no window; empty: not known.
+    """Return the KV groups, the longest window first.  `windows`: tokens per layer (0: no window); empty: not known.
 
     itemsize: bytes per element.  longest: tokens of the longest sequence."""
     reach = [window if 0 < window < longest else 0 for window in windows] or [0] * len(layers)
@@ -92,7 +92,7 @@ def group_layers(layers: list[KVShape], windows: Sequence[int], itemsize: int, l
 
 
 def window_layers(windows: Sequence[KVGroup]) -> dict[int, WindowBlocks]:
-    """Return the blocks of each layer that is in a window group, by layer index."""
+    """Return layer index -> blocks of its group, for layers in window groups."""
     places = [WindowBlocks(group.blocks, at, group.window) for at, group in enumerate(windows, 1)]
     return {layer: place for group, place in zip(windows, places, strict=True) for layer in group.layers}
 
@@ -117,7 +117,7 @@ def shapes_by_group(caches: Caches) -> list[list[list[Tensor]]]:
 
 
 def swap_for(caches: Caches, host_bytes: int) -> Swap | GroupedSwap:
-    """Return the swap of all layers' blocks, in which each group has its share of the host's memory.
+    """Return the swap of all layers' blocks.  `host_bytes` are divided among the groups in proportion to their size.
 
     No sequence starts while another one is swapped out, so at most the contents of the cache are swapped out.  That
     takes up to twice the cache's blocks if most were shared, because each holder gets a copy."""
@@ -153,7 +153,7 @@ def divide(
     memory: int,
     kv_blocks: int,
 ) -> list[KVGroup]:
-    """Return the window groups with their number of blocks; none if one table serves all layers.
+    """Return the window groups with their number of blocks; an empty list if one table serves all layers.
 
     memory: bytes for all groups.  kv_blocks: blocks of the first group, in addition to those of window groups; 0: the
     first group gets the rest of the memory."""

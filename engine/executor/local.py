@@ -110,7 +110,7 @@ def fingerprint_of(config: EngineConfig, model: LoadedModel) -> str:
 
 
 class LocalExecutor:
-    """The `quire.engine.executor.base.Executor` with one worker in this process.  Not thread-safe: one loop owns it.
+    """Implements `quire.engine.executor.base.Executor` with one worker.  Not thread-safe: one loop owns it.
 
     Create it on the thread that will use it.  Torch's OpenMP keeps a team of threads for each thread that ever
     computed.  With two teams OpenMP considers the machine oversubscribed, and waiting threads sleep at every barrier.
@@ -196,7 +196,7 @@ class LocalExecutor:
             raise RuntimeError(f"{len(self._in_flight)} steps in flight: collect one first")
         self._begun.append(time.perf_counter())
         self._launch_sampling()
-        if self._in_flight and isinstance(self._in_flight[-1], Exception):  # it freed all slots: cancel this step
+        if self._in_flight and isinstance(self._in_flight[-1], Exception):  # an earlier step failed: cancel this one
             self._in_flight.append(self._in_flight[-1])
             return
         assert self._worker is not None
@@ -260,8 +260,8 @@ class LocalExecutor:
         now, ended = time.perf_counter(), self._ended
         seconds, self._ended = now - max(begun, ended), now
         if self.depth > 1 and result.device_s:
-            # The device may finish before this thread calls `collect`; that time is not part of the step.  With drafts,
-            # the step waited for the previous result, and the device for this thread: that time is part of the step.
+            # The device may finish before this thread calls `collect`; the time between is not part of the step.  With
+            # drafts the device waits until this thread has the previous result; that wait is part of the step.
             seconds = now - ended if result.accepted else result.device_s
         size, swap_s = self._worker.swap.moved()
         return msgspec.structs.replace(result, step_s=seconds, swapped_bytes=size, swap_s=swap_s)

@@ -2,7 +2,7 @@
 
 Measuring it runs these steps, which would lengthen the activation of a spare engine by 0.25 s.  The measurement is
 stored under ~/.cache/quire, keyed by all settings that affect it and by the engine's name.  `quire serve` makes a new
-name each time it starts, so a measurement is not used after the supervisor ends or an upgrade.
+name each time it starts, so an upgraded version measures again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from quire.engine.config import EngineConfig
 from quire.engine.executor.models.weights import CACHE
 
-MAX_MEASUREMENTS = 32  # maximum measurements kept, the newest
+MAX_MEASUREMENTS = 32  # maximum measurements kept; older ones are dropped
 
 
 class MemoryPlan:

@@ -58,8 +58,8 @@ def prepare(config: EngineConfig) -> Iterator[str]:
     rehearse(config, directory)
     yield "rehearsal"
     if kind == "cuda" and config.preempt != "recompute" and config.swap_memory_gib:
-        # Freed at once: torch caches the pinned memory for the next tensor of this size.  This process allocates it
-        # when it becomes an engine.
+        # The tensor is freed at once, but torch keeps its pinned memory for the next tensor of this size: the swap
+        # space that this process allocates when it becomes an engine.
         ranks, limit = config.tensor_parallel, host_resources.memory_limit()
         swap = host_memory.divide(config, weights=0, block_bytes=0, on_gpu=True, ranks=ranks, limit=limit).swap
         torch.empty(swap, dtype=torch.uint8, pin_memory=True)

@@ -1,6 +1,6 @@
 """Batched sampling: logits -> tokens for all rows of a step.  A table on the device holds each slot's settings.
 
-Order of operations on a row's logits (float32), equal to that of transformers for the controls that both have:
+Order of operations on a row's logits (float32).  Controls that transformers has, too, are applied in its order:
 
     raw logits ──────────────────────────────────────────────> log-softmax: the reported logprobs
        └ grammar, bad_words ─ repetition penalty ─ presence, frequency ─ logit_bias ─ allowed ids, min_tokens = adjusted
@@ -44,8 +44,8 @@ from quire.engine.executor.followers import Follower
 from quire.engine.executor.masks import Masks
 from quire.engine.wire.messages import Sampling, TokenLogprob
 
-# Prompt positions per chunk of logits and log-softmax, both in float32.  128 rows of 256k tokens take 0.3 GB.
-# Reading the LM head again for every 128 rows takes a few per cent of a scoring step's time on a GPU.
+# Prompt positions per chunk of logits and their log-softmax, which are float32: together they take 0.3 GB for a
+# vocabulary of 256k.  On a GPU, reading the LM head again for every chunk takes a few per cent of a scoring step.
 TARGET_ROWS = 128
 
 # sampling::Settings of csrc/sampling_rules.h
@@ -72,12 +72,12 @@ COLDEST = 1e30  # maximum 1 / temperature: finite, so that 0 * scale is 0
 # Outcomes of a row, as in csrc/sampling_rules.h.
 CHOSEN, NOT_FINITE, NOTHING_ALLOWED = 0, 1, 2
 
-# Flags of a token's mark; the lower bits count the token in the output.
+# Flags in a token's mark; the mark's lower bits count how often the token is in the output.
 IN_PROMPT, STOP, FORBIDDEN = 1 << 31, 1 << 30, 1 << 29
 
 
 class Lines:
-    """Pool of vectors with one value per token of the vocabulary, for the rare rows that need one.
+    """Pool of vectors with one value per token of the vocabulary, for the few slots that need one.
 
     Allocated in chunks that double in size, so a line never moves, and the pool has the size of peak use.
     """
@@ -116,8 +116,9 @@ class SamplerBank:
     """The sampling state of each slot.  Call `assign` before a slot's first sample, `free` when its sequence ends.
 
     Per step: `assign` and `free`, then `flush`, `fill_masks`, `run`, then `followers.advance`.  `run` only launches,
-    with sizes that the host knows, so a CUDA graph may record it: one per N and value of `general`.  A recorded graph
-    also serves slots that are filled later.  If `self.general` is false, both values of `general` give the same tokens.
+    with sizes that the host knows, so CUDA graphs may record it, one per N and value of `general`.  A recorded graph
+    also serves slots that are filled later.  If `self.general` is false, `run` gives the same tokens with `general`
+    true and false.
     """
 
     def __init__(
@@ -134,8 +135,7 @@ class SamplerBank:
         self._following = following
         self._records = np.zeros(max_seqs, RECORD)
         self._words = torch.from_numpy(self._records.view(np.int64).reshape(max_seqs, -1))
-        # On a CPU both are the same memory, so `flush` has nothing to copy.
-        self._table = self._words.to(device)
+        self._table = self._words.to(device)  # on a CPU the same memory, so `flush` has nothing to copy
         self._marks = Lines(vocab_size, torch.int32, device)
         self._biases = Lines(vocab_size, torch.float32, device)
         self._held: dict[int, list[tuple[Lines, Tensor]]] = {}
@@ -310,8 +310,7 @@ class SamplerBank:
     ) -> Logprobs | None:
         """Return log-probabilities of every sample of the slots that report them; None if no slot does.
 
-        logits [N + R, V] and tokens [N + R]: of all rows; at [D, K + 1]: the rows of each slot, one more than its
-        drafts"""
+        logits [N + R, V], tokens [N + R]: of all rows; at [D, K + 1]: row indices; a slot with k drafts has k + 1"""
         asked = [(i, slot) for i, slot in enumerate(slots) if slot in self._reports]
         if not asked:
             return None
@@ -340,20 +339,20 @@ class Report(NamedTuple):
 
     slot: int
     top: int  # number of most probable tokens
-    named: tuple[int, ...] = ()  # token ids, in this order; then `top` is 0
+    named: tuple[int, ...] = ()  # token ids to report, in this order, if `top` is 0
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
     """Log-probabilities of L tokens and of alternatives at their positions.
 
-    On the host, or being copied there: readable once the step is done.
+    The tensors are on the host, or being copied there: readable once the step is done.
     """
 
     asked: Sequence[Report]  # [L]
-    chosen: list[Tensor]  # of the tokens themselves, in chunks: [.] f32
-    top: list[tuple[Tensor, Tensor]]  # per chunk: top-k token ids [., most] i64, log-probabilities f32
-    named: list[Tensor]  # per chunk: the tokens that the reports name, concatenated, [.] f32
+    chosen: list[Tensor]  # per chunk of L: log-probabilities f32 of the tokens themselves
+    top: list[tuple[Tensor, Tensor]]  # per chunk: ids i64 and log-probabilities f32 of the top-k tokens, [chunk, k]
+    named: list[Tensor]  # per chunk: log-probabilities f32 of the tokens that reports name, concatenated
 
     def entries(self) -> list[TokenLogprob]:
         """Return one entry per token."""

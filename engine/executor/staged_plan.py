@@ -97,7 +97,7 @@ class Mixed:
     targets: list[Targets]
     candidates: tuple[tuple[int, int], ...] = ()  # (slot, number of candidates); rows after sampling slots
     drafts: DraftRows | None = None  # drafts; their logits rows follow those of all slots
-    keeps: Tensor | None = None  # as in StepTensors
+    keeps: Tensor | None = None  # copies of recurrent state: `StepTensors.keeps`
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,8 @@ class Staged:
     slots: Tensor | None  # [max_seqs] i32; None: unchanged
     edits: Tensor | None  # [n, 3] i32: slot, index in its block table, block
     mixed: Mixed | None  # None: no slices, or only `single`
-    single: SingleRows | None  # not with `mixed`
-    # Lists per KV group, full layers first; None: the group has none.
+    single: SingleRows | None  # None if `mixed` is not
+    # One entry per KV group, full-attention layers first; None: the plan has no such blocks of this group.
     poison: list[Tensor | None]  # [n] i64: blocks to fill with NaN
     copies: list[Tensor | None]  # [n, 2] i64: from block, to block
     window_edits: list[Tensor]  # `edits` of each window group

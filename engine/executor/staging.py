@@ -2,10 +2,10 @@
 
     host    | slots | edits | ids | positions | ...     pinned; one buffer per step in flight, and one to fill
                | send(): one asynchronous copy
-    device  | slots | edits | ids | positions | ...     one buffer: in stream order, the next copy follows its readers
+    device  | slots | edits | ids | positions | ...     one buffer: stream order puts the next copy after all reads
 
 A copy from pageable memory would wait until the device has finished all earlier steps.
-On a CPU both are the same memory and nothing is copied.
+On a CPU the device buffer is the host buffer, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Staging:
         """Stage int32, int64 or float32 values.  Return the device tensor, same shape, that holds them after `send`."""
         kind = TORCH[values.dtype]
         start, size = self._end, values.nbytes
-        if start + size > self._capacity:  # rare: for example the cached prefixes of many long prompts
+        if start + size > self._capacity:  # rare: for example block tables of many long prompts with cached prefixes
             giant = torch.from_numpy(values.copy())
             return giant if self._here else giant.pin_memory().to(self._device, non_blocking=True)
         self._end = -(-(start + size) // ALIGN) * ALIGN

@@ -19,8 +19,8 @@ from quire.engine.executor.host_memory import CPU_DEFAULT_GIB
 
 GIB, MIB = 1 << 30, 1 << 20
 MAX_CHECKPOINTS = 1024  # finding the checkpoint to evict takes O(checkpoints)
-MAX_ROLLBACKS = 64  # and so the maximum drafts of a step
-ROLLBACK_SHARE = 4  # the other states are checkpoints
+MAX_ROLLBACKS = 64  # a draft needs one, so it is the maximum drafts of a step, too
+ROLLBACK_SHARE = 4  # one of this many states that are not live is for rollbacks, the others are checkpoints
 
 
 class StateMemory(NamedTuple):
@@ -37,8 +37,8 @@ def divide_states(
 ) -> StateMemory:
     """Return the numbers of states of `state_bytes` each.
 
-    max_seqs: slots of the batch without this limit.  memory: bytes for KV cache and states; if `kv_blocks` is set, the
-    blocks are allocated in addition.  drafts: sequences draft.  Raises NotEnoughMemory that names limit and value."""
+    max_seqs: slots of the batch if their states fit.  memory: bytes for KV cache and states; if `kv_blocks` is set, the
+    blocks are allocated in addition.  drafts: whether sequences use drafts.  Raises NotEnoughMemory."""
     asked = int(config.state_memory_gib * GIB)
     if config.kv_blocks:
         memory = max(memory, int(CPU_DEFAULT_GIB * GIB))

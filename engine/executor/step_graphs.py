@@ -1,4 +1,4 @@
-"""CUDA graphs of a worker's steps: which sizes have one, and when the others are captured.
+"""CUDA graphs of a worker's steps: which step sizes have a graph, and when graphs are captured.
 
     start           capture: all, for at most `graph_seconds`
     after takeover  postpone ─┬─ a step runs the second time ─> recorded while requests are served
@@ -81,7 +81,7 @@ class StepGraphs:
         """Replay the model's graph of step `number`, which has slices.  Returns False if there is none."""
         if self._batch.adapted:
             return self.adapted is not None and self.adapted.mixed(number, mixed)
-        if mixed.keeps is not None:  # copies of recurrent state on its way differ from step to step
+        if mixed.keeps is not None:  # a graph cannot copy recurrent state at positions that differ from step to step
             return False
         if mixed.shape not in self._batch.shapes or not (self._captured or self._recorded_mixed(number, mixed)):
             return False
@@ -123,8 +123,8 @@ class StepGraphs:
         return self._record([partial(self._mixed_graphs.capture, mixed.shape, run=False)])
 
     def _record(self, captures: Sequence[Callable[[], None]]) -> bool:
-        """Capture these graphs while requests are served.  Returns False if a capture failed; then no other is
-        tried."""
+        """Capture these graphs while requests are served.  After a capture that failed, returns False and stops lazy
+        capture."""
         try:
             for capture in captures:
                 capture()

@@ -35,13 +35,13 @@ class StepLaunches:
         vocab_parallel: VocabParallelLogits | None,
         sites: Sites | None = None,
     ) -> None:
-        """`vocab_parallel`: vocab-parallel logits; None: this rank computes all columns.  `sites`: GEMMs that take LoRA
-        adapters; None: there are none."""
+        """`vocab_parallel`: None if this rank computes the logits of all tokens.  `sites`: GEMMs to which LoRA adapters
+        add; None if adapters are off."""
         self._model, self._batch, self._samplers = model, batch, samplers
         self._output, self._vocab_parallel, self._sites = output, vocab_parallel, sites
 
     def forward(self, step: StepTensors) -> Forward:
-        """Return the forward pass of a step.  Its layers run at the first call for logits, before the next step."""
+        """Return the forward pass of a step.  Its layers run at the first call of `logits`, before the next step."""
         if self._sites is not None:
             self._sites.rows = step.adapters
         return Forward(self._model, step)
@@ -53,7 +53,7 @@ class StepLaunches:
         return forward.logits(at, out, own=self._vocab_parallel is not None and not whole)
 
     def score(self, forward: Forward, asked: Targets) -> Logprobs:
-        """Prompt logprobs of one slice, TARGET_ROWS positions at a time, so that long prompts fit."""
+        """Return prompt logprobs of one slice, computed for TARGET_ROWS positions at a time to bound the memory."""
         entries = [Report(asked.slot, asked.top)] * len(asked.ids)
         return logprobs_from(lambda part: self.logits(forward, asked.at[part], whole=True), asked.ids, entries)
 
@@ -64,7 +64,7 @@ class StepLaunches:
 
         `drafts`: the draft rows, after the rows of the slots, if the step has any.  Returns which drafts are
         accepted."""
-        count = len(step.sample_slots) if drafts is None else len(drafts.behind)  # without padding: draft rows follow
+        count = len(step.sample_slots) if drafts is None else len(drafts.behind)  # draft rows follow without padding
         tokens, outcomes = self._output.tokens[:count], self._output.outcomes[:count]
         if drafts is not None:  # never with vocab-parallel logits
             known = step.known[:count] - drafts.behind

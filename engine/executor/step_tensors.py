@@ -37,7 +37,7 @@ class AttentionPlans:
             size = ops.attention_plan_bytes(
                 self._device, **self._most, heads=heads, kv_heads=kv_heads, head_size=head_size
             )
-            # Zeros: kernels may count finished CTAs in this memory, and reset the counters to zero for the next launch.
+            # Kernels may count finished CTAs in this memory, from 0; they reset the counters for the next launch.
             found = self._buffers[key] = torch.zeros(size, dtype=torch.uint8, device=self._device)
         return found
 
@@ -59,9 +59,9 @@ class StepTensors:
     # [N + R] i64: tokens that need logits: the last token of each of N slots, then R drafts, then padding; None: all T
     logits_at: Tensor | None
     sample_slots: Tensor  # [N] i64; -1: padding
-    known: Tensor  # [N] i64: tokens before the one sampled now, drafts of the slot included
+    known: Tensor  # [N] i64: number of tokens before the sampled one, including the slot's drafts
     targets: list[Targets] = field(default_factory=list)
-    keeps: Tensor | None = None  # [n, 2] i32: (end, state slot), copies of recurrent state; None: there are none
+    keeps: Tensor | None = None  # [n, 2] i32 (end, state slot): copy the recurrent state before token `end` to the slot
     planned: set[tuple[int, ...]] = field(default_factory=set)  # kinds of attention layers that have a plan already
     # Tokens with LoRA adapters; None: no token has one.
     adapters: ops.AdapterRows | ops.DeviceAdapters | None = None

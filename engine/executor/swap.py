@@ -29,9 +29,9 @@ from quire.engine.executor.kv_cache import Caches, by_shape
 class Swap:
     """Swaps blocks in order with one compute stream: the current stream at the calls of `out` and `back`.
 
-    Both take effect in stream order: earlier launches see the state before, later launches the state after.  The stream
-    waits until swapped-in blocks have arrived, and until swapped-out blocks have been read.  With more blocks than the
-    staging buffer holds, it waits for all rounds but the last."""
+    The copies take effect in stream order: earlier launches see the state before, later launches the state after.  The
+    stream waits until swapped-in blocks have arrived, and until swapped-out blocks have been read.  A swap of more
+    blocks than the staging buffer holds takes several rounds; the stream then waits for all rounds but the last."""
 
     def __init__(
         self, caches: Caches, host_blocks: int, *, at_once: int = 32, stream: torch.cuda.Stream | None = None
@@ -52,10 +52,10 @@ class Swap:
         pinned = self._stream is not None
         self.host = [torch.empty(host_blocks, *shape, dtype=torch.uint8, pin_memory=pinned) for shape in shapes]
         self._at_once, self.host_blocks = max(1, staged), host_blocks
-        self.window_host_blocks: list[int] = []  # host blocks per window group: none here (grouped_swap.py)
+        self.window_host_blocks: list[int] = []  # only GroupedSwap has window groups
         self._block_bytes = sum(count * size for count, size in shapes)
         self._moving: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()  # bytes, begin, end
-        self._moved, self._seconds = 0, 0.0  # bytes and seconds since the last call
+        self._moved, self._seconds = 0, 0.0  # bytes and seconds of copies since the last call of `moved`
 
     def out(self, pairs: list[tuple[int, int]]) -> torch.cuda.Event | None:
         """Copy block -> host block for each pair.  Returns the event of completion; None: already complete."""
@@ -122,7 +122,7 @@ class Swap:
         return moved
 
     def measure(self) -> float:
-        """Measure the bandwidth in bytes/s, out and back.  Device blocks keep their contents; host blocks are
+        """Return the measured bandwidth of swaps in bytes/s.  Device blocks keep their contents; host blocks are
         overwritten."""
         count = min(32, self.host_blocks, self._blocks)
         if not count:

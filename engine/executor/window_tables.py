@@ -39,8 +39,8 @@ class WindowTables:
         self._decode = [torch.zeros(max_seqs, dtype=torch.int64, device=device) for _ in ids]
 
     def split(self, edits: Array | None) -> tuple[Array | None, list[Array]]:
-        """Return a plan's edits [n, 3] of full layers, and of each window group; apply the latter to the host's
-        tables."""
+        """Return a plan's edits [n, 3] of full-attention layers, and of each window group, which are also applied to
+        the host's tables."""
         if edits is None or not self._ids:
             return edits, []
         found = []
@@ -52,7 +52,7 @@ class WindowTables:
         return edits[edits[:, 2] < self._ids[0].start], found
 
     def split_blocks(self, blocks: Array | None) -> list[Array | None]:
-        """Return a plan's blocks, or pairs of blocks, per group, full layers first; None: no blocks of that group."""
+        """Return a plan's blocks, or pairs of blocks, per group, full attention first; None: the group has none."""
         if blocks is None or not self._ids:
             return [blocks, *([None] * len(self._ids))]
         first = blocks if blocks.ndim == 1 else blocks[:, 0]
@@ -78,10 +78,10 @@ class WindowTables:
             own[:] = host[slots, positions // size].astype(np.int64) * size + positions % size
 
     def decode_places(self, count: int) -> tuple[GroupPlaces, ...]:
-        """Return the indices and tables of a step of `count` decoding slots; `Batch.gather` fills the indices."""
+        """Return kv_indices and tables of a step of `count` decoding slots; `Batch.gather` fills the kv_indices."""
         pairs = zip(self._decode, self._tables, strict=True)
         return tuple(GroupPlaces(indices[:count], tables) for indices, tables in pairs)
 
     def mixed_places(self, kv_indices: Tensor) -> tuple[GroupPlaces, ...]:
-        """Return the indices and tables of a step with slices.  kv_indices: [groups, T] i64."""
+        """Return kv_indices and tables of a step with slices, by group.  kv_indices: [groups, T] i64."""
         return tuple(GroupPlaces(*pair) for pair in zip(kv_indices, self._tables, strict=True))

@@ -66,7 +66,7 @@ log = logging.getLogger(__name__)
 
 # Error text for clients.
 FAILED = "the model's logits for this token are not finite"
-MAX_LOGPROBS = 20  # top-k logprobs per position in the memory plan; more take a few bytes each
+MAX_LOGPROBS = 20  # top-k logprobs per position that the memory plan assumes; each further one takes a few bytes
 MAX_DRAFTS = 448  # maximum drafts of a step on a GPU: 64 sequences with 7 each
 GPU_DEPTH = 2  # steps in flight: the device computes one while the host reads the previous result and launches the next
 
@@ -106,7 +106,7 @@ class Worker:
     ) -> None:
         """Allocate the KV cache and capture CUDA graphs.  The kernels must be loaded.
 
-        ranks: all ranks agree on the number of blocks and of graphs; all else is determined by the plans.
+        ranks: all ranks agree on the number of blocks and of graphs.  Plans determine everything else.
 
         Raises NotEnoughMemory when the cache cannot hold one sequence of the configured max_model_len.  If none is
         configured, `max_model_len` becomes the length that the cache holds.
@@ -205,7 +205,7 @@ class Worker:
         )
         token_bytes = full.token_bytes
         taken = sum(group.blocks * group.token_bytes * config.block_size for group in windows)
-        if self._states and (config.kv_memory_gib or not self._gpu):  # else they are not in the GPU's free memory
+        if self._states and (config.kv_memory_gib or not self._gpu):  # else `available` was measured without states
             taken += self._states.bytes
         # If no length is configured, the cache size limits it: the model's own maximum may need a larger machine.
         self.blocks = blocks_that_fit(
@@ -325,8 +325,8 @@ class Worker:
     def launch_model(self, plan: StepPlan, *, all_collected: bool = True) -> Launched:
         """Apply the plan and start computing the step's logits.  After an exception only `reset` may be called.
 
-        all_collected: all earlier steps are collected, so the step's masks are computed now; if not, call
-        `begin_masks`."""
+        all_collected: all earlier steps are collected, so the step's masks are computed now.  If false, call
+        `begin_masks` later."""
         samplers, batch = self._samplers, self._batch
         if self._states is not None:
             plan = self._states.rollback.prepare(plan)
@@ -395,7 +395,7 @@ class Worker:
         if launched.sample is not None:
             self._samplers.fill_masks()
             verified = launched.sample()
-            if verified is not None and self._states is not None:  # on a CPU: the counts are on the host
+            if verified is not None and self._states is not None:  # only on a CPU, where reading counts never waits
                 self._states.settle(verified.counts())
         return self._pending(launched, launched.logits, verified)
 

@@ -1,7 +1,7 @@
 """CUDA graphs of steps that have rows with LoRA adapters; `step_graphs.py` has the graphs of steps without adapters.
 
-Steps without such rows replay the graphs of a server without LoRA. A batch size with adapters is captured when it runs
-for the second time, so a server without adapter requests has no such graph.
+A batch size with adapters is captured when it runs for the second time, so a server without adapter requests has no
+such graph.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class AdapterGraphs:
     """Graphs of the model for decode steps and for small steps with slices, in which some rows have adapters."""
 
     def __init__(self, launches: StepLaunches, batch: Batch, logits: Tensor, where: Where) -> None:
-        """`logits`, `where`: shared with the graphs of steps without adapters; no step uses both."""
+        """`logits` (output buffer) and `where` are also used by the graphs of steps without adapters."""
         self._batch, self._device = batch, logits.device
         self._idle: dict[Shape, Mixed] = {}
         self._uses = SecondUse()
@@ -65,7 +65,7 @@ class AdapterGraphs:
         return True
 
     def _recorded(self, number: int, key: object, capture: Callable[[], None]) -> bool:
-        """Capture a graph if its launches run for the second time.  Returns False if not; the step is then launched
+        """Capture a graph if its launches run for the second time.  Returns False if the step must be launched
         eagerly."""
         if self._failed or not self._uses.due(number, key):
             return False

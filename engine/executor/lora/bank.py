@@ -33,7 +33,7 @@ class AdapterBank:
     """A worker's adapter slots, and the adapter slot of each batch slot."""
 
     def __init__(self, store: AdapterStore, max_seqs: int, device_slots: DeviceSlots | None = None) -> None:
-        """`device_slots`: slots in a GPU's memory; None: on a CPU."""
+        """`device_slots`: slots in a GPU's memory; None on a CPU."""
         self.store, self.device_slots = store, device_slots
         self._loaded: dict[int, str] = {}  # adapter slot -> adapter id
         self._of_slot = np.full(max_seqs, -1, dtype=np.int32)  # batch slot -> adapter slot
@@ -62,7 +62,7 @@ class AdapterBank:
 
     @property
     def device_rows(self) -> DeviceAdapters | None:
-        """Return the buffers on the GPU, whichever step they describe; None on a CPU."""
+        """Return the GPU's buffers, which describe the last step with adapters; None on a CPU."""
         return None if self.device_slots is None else self.device_slots.rows
 
     def take(self, plan: StepPlan) -> None:
@@ -102,15 +102,15 @@ class AdapterBank:
         staging: Staging,
         padded: tuple[int, int] | None = None,
     ) -> AdapterRows | DeviceAdapters | None:
-        """Return the rows of a step in which `decoding` compute one token each, followed by the plan's slices; None: no
-        row has an adapter.  On a GPU `staging` holds the values that `apply` copies.
+        """Return the adapter rows of a step: first a row per `decoding` slot, then the rows of the plan's slices; None
+        if no row has an adapter.  On a GPU `staging` holds the values that `apply` copies.
 
-        all_decoding: the same tuple object in each step with the same slots and no slices, so its rows are computed
-        once. padded: number of rows before the slices, and of all rows, if the step is padded."""
+        all_decoding: slots of a step without slices; its rows are computed again only if it is another tuple object.
+        padded: for a padded step, number of rows before the slices, and of all rows."""
         if not self._adapted:
             return None
         if plan.slices:
-            self._decoding = None  # on a GPU its rows are overwritten
+            self._decoding = None  # on a GPU this step overwrites the buffers of `_decoding_rows`
             sizes = [len(piece.token_ids) for piece in plan.slices]
             before = np.full(padded[0] if padded else len(decoding), -1, dtype=np.int32)
             before[: len(decoding)] = self._adapters_of(decoding)
@@ -125,7 +125,7 @@ class AdapterBank:
         return self._decoding_rows
 
     def apply(self) -> None:
-        """On a GPU, update the buffers there."""
+        """Copy the staged rows to the GPU's buffers; does nothing on a CPU."""
         if self.device_slots is not None:
             self.device_slots.apply()
 
@@ -135,7 +135,7 @@ class AdapterBank:
         return found
 
     def _rows_of(self, of_rows: Array, size: int, staging: Staging) -> AdapterRows | DeviceAdapters | None:
-        """Return the rows with these adapter slots; on a GPU the step computes up to `size` rows."""
+        """Return the adapter rows.  of_rows: adapter slot of each row, or -1.  size: maximum rows of a GPU's step."""
         if not (of_rows >= 0).any():
             return None
         if self.device_slots is None:

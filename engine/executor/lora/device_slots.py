@@ -4,7 +4,7 @@
                                                                        ones wait for the copy
     rows of the step ─ sorted by slot, in tiles of up to 32 ─ staging ─> order, tiles, slot_of_row
 
-All are at fixed addresses, so CUDA graphs can read them.
+All of these tensors are at fixed addresses, so CUDA graphs can read them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class DeviceSlots:
         return self.rows.weights.nbytes + self.rows.table.nbytes
 
     def load(self, slot: int, packed: PackedAdapter) -> None:
-        """Copy an adapter to a slot, in order with the current stream: steps launched before read the old one."""
+        """Copy an adapter to a slot, in order with the current stream: steps launched before read the old adapter."""
         if self._stream is None:
             self._copy(slot, packed)
             return
@@ -89,7 +89,7 @@ class DeviceSlots:
         self._staged = (staging.stage_array(order), staging.stage_array(tiles), staging.stage_array(slot_of_row))
 
     def apply(self) -> None:
-        """Copy what `stage` staged last to the buffers, if that is not done yet."""
+        """Copy the rows staged last to the buffers, unless that is done."""
         if self._staged is None:
             return
         for buffer, staged in zip((self.rows.order, self.rows.tiles, self.rows.slot_of_row), self._staged, strict=True):
@@ -98,7 +98,7 @@ class DeviceSlots:
 
 
 def rows_by_slot(slot_of_row: Array, slots: int) -> tuple[Array, Array]:
-    """Return the rows with an adapter, sorted by slot, padded to all rows, and their tiles [tiles, 4]."""
+    """Return all rows, those with an adapter first and sorted by slot, and the tiles [tiles, 4] of the sorted rows."""
     order = np.argsort(slot_of_row, kind="stable").astype(np.int32)
     order = np.roll(order, -int(np.count_nonzero(slot_of_row < 0)))  # base rows last
     tiles = np.full((ops.lora_tiles(len(slot_of_row), slots), 4), -1, dtype=np.int32)

@@ -33,10 +33,10 @@ class Layout(Protocol):
 
 @dataclass(frozen=True)
 class Strips:
-    """The layout of `product`, padded with zeros."""
+    """The layout of the CPU's GEMM (`ops.packed_layout`), padded with zeros."""
 
-    columns: int  # columns per strip, and inputs that lie together: `ops.packed_layout`
-    together: int
+    columns: int  # columns per strip
+    together: int  # adjacent inputs per column
 
     @property
     def max_ranks(self) -> int:
@@ -68,15 +68,15 @@ class GpuBlocks:
         return np.pad(matrix, ((0, -len(matrix) % ops.LORA_RANKS), (0, 0)))
 
     def shrink(self, matrix: Numbers) -> Numbers:
-        """Blocks of 16 ranks and 32 inputs: lane 4 g + t has inputs 8 t .. 8 t + 7 of rank g, then of rank g + 8."""
+        """Return A in blocks of 16 ranks and 32 inputs: lane 4 g + t has inputs 8 t .. 8 t + 7 of ranks g and g + 8."""
         padded = np.pad(matrix, ((0, 0), (0, -matrix.shape[1] % ops.LORA_INPUTS)))
         #                        blocks, half, g,         blocks, t, inputs
         lanes = padded.reshape(-1, 2, 8, padded.shape[1] // ops.LORA_INPUTS, 4, 8)
         return np.ascontiguousarray(lanes.transpose(0, 3, 2, 4, 1, 5)).reshape(-1)
 
     def expand(self, matrix: Numbers) -> Numbers:
-        """Blocks of 32 features and 16 ranks: lane 4 g + t has, for j from 0 to 3, ranks 4 t .. 4 t + 3 of feature
-        8 (g / 2) + 2 j + g % 2."""
+        """Return B in blocks of 32 features and 16 ranks: lane 4 g + t has ranks 4 t .. 4 t + 3 of the features
+        8 (g / 2) + 2 j + g % 2, for j from 0 to 3."""
         out, ranks = matrix.shape
         padded = np.pad(matrix, ((0, -out % ops.LORA_FEATURES), (0, -ranks % ops.LORA_RANKS)))
         #                        blocks, g / 2, j, g % 2,  blocks, t, ranks

@@ -27,7 +27,7 @@ Array = npt.NDArray[np.float32]
 OVERFLOW = {
     torch.float16: 65_520.0,
     torch.bfloat16: float.fromhex("0x1.ffp127"),
-}  # values from here on round to infinity
+}  # values of at least this size round to infinity
 LAYER = re.compile(r"(?:.*?\.)?[^.]*\.(\d+)\.")  # the first number in a path, as PEFT finds a module's layer
 
 
@@ -99,8 +99,8 @@ class Packer:
         return stored[self.dtype]
 
     def _rounded(self, matrix: Array, name: str) -> Numbers:
-        """Return a matrix in the model's dtype; bfloat16 as its bits.  Raises AdapterError for values that are not
-        finite there."""
+        """Return a matrix in the model's dtype, bfloat16 as uint16 bits.  Raises AdapterError if this dtype cannot hold
+        a value."""
         largest = max(-float(matrix.min()), float(matrix.max()))
         if not math.isfinite(largest):
             raise AdapterError(f"{name}: holds NaN or infinity")

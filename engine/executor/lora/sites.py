@@ -1,4 +1,4 @@
-"""Sites: the GEMMs of a model that LoRA adapters add to.
+"""Sites: the GEMMs of a model to whose outputs LoRA adapters add.
 
     a model's linear layers          GEMM that serves them      site
     q_proj, k_proj, v_proj    ──┐
@@ -7,7 +7,7 @@
     gate_proj, up_proj        ─────> gate_up_proj           ──> 2 ...
 
 `Linears` registers a site for each GEMM that it makes; linear layers that it leaves unchanged get a hook.  Each site
-reads `Sites.rows`, which is None in a step without adapters: such a step runs as without LoRA.
+reads `Sites.rows`; in a step without adapters it is None, and the site does nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Sites:
     aligned: int = 1  # the kernels need inputs and outputs that are multiples of this; other layers get no adapters
     _paths: dict[int, tuple[str, int]] = field(default_factory=dict)  # id of a module -> its path and input size
     _unproved: set[int] = field(default_factory=set)  # sites of layers that the model's own code calls
-    _calls: dict[int, list[int]] | None = None  # while layers are watched: rows of each call of a site
+    _calls: dict[int, list[int]] | None = None  # site -> number of rows per call; None unless `proving` watches
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Sites:

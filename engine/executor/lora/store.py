@@ -28,7 +28,7 @@ from quire.engine.executor.lora.packing import PackedAdapter
 
 log = logging.getLogger(__name__)
 
-MAX_REFUSED = 1024  # ids of files that cannot be served
+MAX_REFUSED = 1024  # maximum adapters remembered because their files cannot be served
 DIED = "the adapter could not be loaded; the engine's log has the reason"  # message for clients
 
 
@@ -40,7 +40,7 @@ class Adapter:
     holders: set[str] = field(default_factory=set)
     packed: PackedAdapter | None = None
     fault: str = ""
-    missing: bool = False  # why `fault` is set: the files are not on this machine
+    missing: bool = False  # `fault` is set because the files are not on this machine
 
     @property
     def id(self) -> str:
@@ -66,7 +66,7 @@ class AdapterStore:
 
     def __init__(self, pack: Callable[[AdapterFile], PackedAdapter], max_bytes: int, base: str = "") -> None:
         """`pack` raises AdapterError.  `max_bytes`: limit of held and kept adapters together.  `base`: hub name or
-        path of the base model; "": not compared."""
+        path of the base model; "": the base models of adapters are not compared with it."""
         self._pack, self._max_bytes, self._base = pack, max_bytes, base
         self._lock = threading.Condition()
         self._adapters: dict[str, Adapter] = {}  # adapters by key
@@ -78,10 +78,10 @@ class AdapterStore:
         self._finished: deque[str] = deque()
         self._bytes = 0  # bytes of all loaded adapters
         self._loads = self._faults = self._evicted = 0
-        self.load_s = 0.0  # predicted seconds to load one more: mean time of a load, times waiting loads
+        self.load_s = 0.0  # predicted seconds until one more is loaded: mean time of a load * (1 + waiting loads)
         self.unloaded = 0  # adapters that wait for their load, including the one being loaded
-        self._gained: dict[str, None] = {}  # ids, since the last `changes`
-        self._lost: dict[str, None] = {}
+        self._gained: dict[str, None] = {}  # ids of adapters loaded since the last call of `changes`
+        self._lost: dict[str, None] = {}  # ids of adapters evicted since then
         self._load_s = 0.0
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -120,7 +120,7 @@ class AdapterStore:
                 self._lock.notify_all()
 
     def finished(self) -> list[str]:
-        """Return the sources that were loaded, or found to be faulty, since the last call."""
+        """Return the keys of adapters that were loaded, or found to be faulty, since the last call."""
         with self._lock:
             found = list(self._finished)
             self._finished.clear()
@@ -146,7 +146,7 @@ class AdapterStore:
         into[adapter] = None
 
     def fault(self, text: str) -> str:
-        """Return why an adapter cannot be served; "": it can, or that is not known yet."""
+        """Return why an adapter cannot be served; "" if it can, or is not loaded yet."""
         with self._lock:
             adapter = self._adapters.get(text)
             return "" if adapter is None else adapter.fault

@@ -21,9 +21,9 @@ def eos_ids(
     """Return the EOS tokens, each once: those of generation_config.json, else of config.json, and the tokenizer's own.
 
     vocab_size: logits per position.  A larger token id in a file can never be sampled, so it is dropped with a log
-    line.  Fine-tunes that add a token without resizing the model have such ids. changes: the operator's changes; their
-    field overrides both files.  Raises ModelLoadError for a value that is no token id, and for an operator's token
-    outside the vocabulary."""
+    line.  Fine-tunes that add a token without resizing the model have such ids. changes: the operator's overrides;
+    their eos_token_id replaces that of both files.  Raises ModelLoadError for a value that is no token id, and for an
+    operator's token outside the vocabulary."""
     changes, end = changes or {}, end_token(directory)
     own = within([] if end is None else [end], vocab_size, directory)
     for place in (changes.get("text_config") or {}, changes):

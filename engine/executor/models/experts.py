@@ -25,7 +25,7 @@ from quire.engine.executor import ops
 log = logging.getLogger(__name__)
 
 PARAMETERS = {"gate_up_proj", "down_proj"}
-_OF_TOKENS = 2  # dimensions of [T, hidden]
+_OF_TOKENS = 2  # number of dimensions of a tensor [T, hidden]
 SIZE_STEP = 8  # hidden and inner size are multiples of it: the operator moves 16 bytes at a time
 
 
@@ -50,7 +50,7 @@ def use_own_experts(model: PreTrainedModel) -> int:
 
 
 def report_plain_experts(model: PreTrainedModel) -> None:
-    """Log whether transformers' kernels compute the experts of a model on a GPU, and what would change that."""
+    """Log that transformers' kernels compute the experts of a model on a GPU, if it has any, and why."""
     if layers := sum(map(is_experts, model.modules())):
         log.info("experts of %d layers are computed by transformers' kernels, as --no-own-experts asks", layers)
 

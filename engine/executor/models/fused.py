@@ -1,13 +1,13 @@
-"""Swaps submodules of a transformers model for faster ones that compute the same.  Everything else stays as it is.
+"""Replaces submodules of a transformers model by faster ones that compute the same.  All other modules stay.
 
     nn.Linear, Conv1D,  -> PackedLinear        on a CPU: the weight is packed once, at load, in the layout of our GEMMs
-    QuantisedLinear     -> GpuLinear           on a GPU: the same for int8, fp8 and int4 weights
+    QuantisedLinear     -> GpuLinear           on a GPU: for fp8 and int4 weights, and for float32 logits
     the decoder of      -> Decoder             llama, mistral, qwen2, qwen3, on any device; mixtral, qwen3_moe, gpt_oss
     seven families                             on a GPU
 
-linear.py makes their linear layers; docs/notes/kernels/layers.md has figures.  The left column is a decoder layer as
-transformers writes it, the right column is the layer here.  It has T tokens, sequence after sequence.  `x` is the
-residual stream, which the last GEMM of each half updates in place:
+linear.py makes all linear layers; docs/notes/kernels/layers.md has figures.  Below, the left column is a decoder layer
+as transformers computes it, the other columns are our layer and its operators.  A step has T tokens, sequence after
+sequence.  `x` is the residual stream, to which the o and down projections add in place:
 
     input norm, 6 operators          part of the next GEMM
     q, k, v projections              one GEMM of the normed input               linear: norm, GEMM
@@ -28,7 +28,7 @@ are not copied; quantised ones are packed, a layer at a time.  The weights of gp
 (`store_rows`), because our operator reads them by rows.  transformers' own experts, which compute steps that are too
 large for ours, then read them by rows, too.
 
-On a CPU a linear layer with packed weights is one operator, packed_linear; up to three if the library's GEMM is faster.
+On a CPU a linear layer with packed weights is one operator, packed_linear, or up to three if oneDNN's GEMM is faster.
 If all GEMMs are ours, all layers together are one operator, decoder_layers.
 A decoder is replaced only if all its modules have exactly the expected names and types; other decoders stay.
 """
@@ -59,7 +59,7 @@ from quire.engine.executor.step_tensors import StepTensors
 log = logging.getLogger(__name__)
 
 ON_A_GPU = "on a GPU GEMMs and attention are split into work items that depend on the other sequences of the step"
-VECTOR = 64  # elements per vector step of torch's activations on a CPU; the rest are computed singly
+VECTOR = 64  # elements per vector step of torch's activations on a CPU; scalar code computes the remaining ones
 
 
 class Residual(NamedTuple):
@@ -72,7 +72,7 @@ class Residual(NamedTuple):
 class Attention(nn.Module):
     """x + attention(norm(x)), causal, over KV blocks: [T, hidden] -> [T, hidden].
 
-    normed: norm(x), if already computed.  then: the norm that follows."""
+    `forward` takes normed: norm(x), if already computed; then: the norm that follows this half of the layer."""
 
     def __init__(self, plain: Any, norm: RMSNorm, window: int | None, linears: Linears) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """x + down(silu(gate(norm(x))) * up(norm(x))): [T, hidden] -> [T, hidden].  normed, then: as in Attention."""
+    """x + down(silu(gate(norm(x))) * up(norm(x))): [T, hidden] -> [T, hidden].  normed, then: see Attention."""
 
     def __init__(self, plain: Any, norm: RMSNorm, linears: Linears) -> None:
         super().__init__()
@@ -122,9 +122,7 @@ class MLP(nn.Module):
 
 
 class Mixture(nn.Module):
-    """x + the weighted sum of the experts of norm(x), on a GPU: [T, hidden] -> [T, hidden].
-
-    normed: as in Attention."""
+    """x + the weighted sum of the experts of norm(x), on a GPU: [T, hidden] -> [T, hidden].  normed: see Attention."""
 
     def __init__(self, plain: Any, norm: RMSNorm, family: MixtureFamily) -> None:
         super().__init__()
@@ -185,7 +183,7 @@ def store_rows(experts: GptOssExperts) -> None:
 
 
 class Layer(nn.Module):
-    """x [T, hidden] -> [T, hidden]; x must not be used afterwards."""
+    """A decoder layer: x [T, hidden] -> [T, hidden].  x may be overwritten."""
 
     def __init__(self, plain: Any, window: int | None, linears: Linears, family: type[PreTrainedModel]) -> None:
         super().__init__()
@@ -204,9 +202,9 @@ class Layer(nn.Module):
 
 
 def one_operator(layers: Sequence[Layer]) -> ops.DecoderLayers | None:
-    """Return the layers as one operator, which a CPU computes without returning to Python; None: they cannot be one.
+    """Return the arguments with which one operator computes all layers on a CPU; None if it cannot.
 
-    None on a GPU, if a library's GEMMs are faster than ours, with several ranks, if layers have sinks or experts, and
+    It cannot on a GPU, with several ranks, if oneDNN's GEMMs are faster than ours, if layers have sinks or experts, and
     if layers differ in more than weights and windows, for instance in the format of their weights."""
     weights: list[Tensor | None] = []
     kinds: set[tuple[int, int, float, float, float, float]] = set()
@@ -240,7 +238,7 @@ def one_operator(layers: Sequence[Layer]) -> ops.DecoderLayers | None:
 
 
 class Decoder(nn.Module):
-    """The complete model: a step -> hidden states -> logits of any of its tokens."""
+    """The complete model: computes hidden states from a step, and logits of the tokens that need them."""
 
     def __init__(self, model: PreTrainedModel, max_model_len: int, linears: Linears) -> None:
         super().__init__()
@@ -306,9 +304,9 @@ def fuse(
     """Swap submodules in place.  The model must be on its device, in its dtype, and must not move afterwards.
 
     ordered: on a CPU, use batch-invariant GEMMs (bit for bit) even if others are faster. decoder: also replace the
-    decoder, if it is of a family above; its heads must be cached without padding. sites: receives a site per linear
-    layer that LoRA adapters may change; None: no adapters are served.  A model whose decoder was swapped works only
-    through `Forward`.
+    decoder, if `has_plain_decoder`; its heads must be cached without padding. sites: receives a site per linear layer
+    that LoRA adapters may change; None: no adapters are served.  A model whose decoder was replaced works only through
+    `Forward`.
     """
     linears = Linears(ordered=ordered, dtype=model.dtype, sites=sites)
     if decoder and has_plain_decoder(model):
@@ -363,8 +361,9 @@ def weight_of(linear: nn.Linear | QuantisedLinear | Conv1D) -> Tensor | Quantise
 def batch_dependence(model: PreTrainedModel) -> str:
     """Return why a fused model's logits may depend, in the last bit, on other sequences of a step; empty: they do not.
 
-    On a CPU attention, norms and our GEMMs do not.  A model's own modules may: GEMMs with weights
-    outside linear layers (a mixture of experts), and torch's activations, whose vectorised and scalar versions differ.
+    On a CPU, attention, norms and our GEMMs give the same bits in any batch.  A model's own modules may not: GEMMs with
+    weights outside linear layers (mixtures of experts), and torch's activations, whose vectorised and scalar versions
+    differ.
     """
     if model.device.type != "cpu":
         return ON_A_GPU
@@ -375,7 +374,7 @@ def batch_dependence(model: PreTrainedModel) -> str:
     if is_fused(model):
         return ""
     head = getattr(model, "lm_head", None)
-    heads = (head, getattr(head, "part", None))  # the LM head, and this rank's shard of it
+    heads = (head, getattr(head, "part", None))  # LM head; this rank's shard of it
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() > 1 and not isinstance(module, nn.Embedding):
@@ -386,7 +385,7 @@ def batch_dependence(model: PreTrainedModel) -> str:
 
 
 def is_fused(model: PreTrainedModel) -> bool:
-    """Whether `fuse` swapped the complete decoder, so that only our operators run."""
+    """Whether `fuse` replaced the complete decoder, so that only our operators run."""
     return isinstance(getattr(model, "model", None), Decoder)
 
 

@@ -54,8 +54,8 @@ class MixtureFamily(NamedTuple):
 MIXTURES: dict[type[PreTrainedModel], MixtureFamily] = {
     MixtralForCausalLM: MixtureFamily("gate", lambda router: Routing(normalise=True, rounded=False)),
     Qwen3MoeForCausalLM: MixtureFamily("gate", lambda router: Routing(router.norm_topk_prob, rounded=True)),
-    # Its softmax covers the chosen logits only, which equals a softmax over all logits, normalised over the chosen
-    # ones.
+    # gpt_oss computes a softmax over the logits of the chosen experts.  A softmax over all logits whose chosen weights
+    # are then divided by their sum gives the same.
     GptOssForCausalLM: MixtureFamily("router", lambda router: Routing(normalise=True, rounded=True), clamped=True),
 }
 # Expert implementations of transformers that read the layout of the weights from the module.
@@ -84,7 +84,7 @@ def has_known_parts(model: PreTrainedModel) -> bool:
 
 
 def is_plain_layer(layer: Any, rotary: Any, mixture: MixtureFamily | None) -> bool:
-    """Whether a layer has the expected submodules.  mixture: kind of mixture that its MLP may be, too."""
+    """Whether a layer has the expected submodules.  mixture: the MLP may also be a mixture of this family."""
     if children(layer) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
         return False
     attention, mlp = layer.self_attn, layer.mlp
@@ -138,7 +138,7 @@ def is_mixture(mlp: Any, family: MixtureFamily) -> bool:
         and count <= ops.MAX_EXPERTS
         and router.top_k <= ops.MAX_CHOSEN
         and not (hidden % 8 or inner % 8)
-        and not experts._forward_hooks  # a hook is the all-reduce of sharded experts
+        and not experts._forward_hooks  # sharded experts have a hook: their all-reduce
     )
 
 
@@ -169,8 +169,7 @@ def has_clamped_parts(router: Any, experts: Any) -> bool:
 
 
 def is_norm(norm: Any) -> bool:
-    """Whether a norm is x / sqrt(mean(x^2) + eps) * weight; gemma's multiplies by 1 + weight and names eps
-    otherwise."""
+    """Whether a norm is x / sqrt(mean(x^2) + eps) * weight.  Gemma's is not, and names its eps otherwise."""
     return hasattr(norm, "variance_epsilon") and set(dict(norm.named_parameters())) == {"weight"}
 
 

@@ -2,9 +2,9 @@
 
 A model is served only if checks at load prove that it computes what transformers' own code computes:
 
-    config          architectures known to be different (encoder-decoders, layers that are not plain attention): refused
+    config          refuses architectures known to be different (encoder-decoders, layers without plain attention)
     weights         every tensor of the architecture is in the files; transformers would draw missing ones at random
-    probe           a few small forwards, before and after submodules are swapped (`probe.py`)
+    probe           a few small forwards, before and after submodules are replaced (`probe.py`)
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class LoadedModel:
     module: PreTrainedModel
     directory: Path
     dtype: torch.dtype
-    layers: list[KVShape]  # shapes that each attention layer caches, read from its tensors
+    layers: list[KVShape]  # KV shape of each layer, as cached
     vocab_size: int
     max_model_len: int  # tokens
     eos_ids: list[int]
-    changes: dict[str, Any]  # differences between files and computation, for the fingerprint
+    changes: dict[str, Any]  # settings besides the files that affect the logits, for the fingerprint
     batch_dependence: str  # why logits may depend, in the last bit, on the rest of the step; empty: they do not
     kv_scales: list[Tensor | None] | None  # KV scales per layer, for an e4m3 KV cache (`kv_scales.py`); None: all are 1
     states: list[StateShape]  # recurrent state of layers that have it; none: all layers are attention
@@ -191,8 +191,7 @@ def prove(
     """Verify a model against transformers, and replace its submodules by ours.  Raises UnsupportedModel.
 
     swap      options of `swap_modules`
-
-    adapters  find the GEMMs that LoRA adapters may add to; models with recurrent state support none"""
+    adapters  find the GEMMs that LoRA adapters may add to; models with recurrent state support no adapters"""
     if families.is_recurrent(module.config):
         return prove_states(module, max_model_len, swap, quantises_activations=quantises_activations)
     proof = probe(module, max_model_len)
@@ -224,8 +223,8 @@ def swap_modules(
     own_experts: bool,
     sites: Sites | None = None,
 ) -> None:
-    """Swap modules that our kernels compute faster (`fuse`).  own_experts: also experts of decoders that are not
-    fused."""
+    """Replace modules that our kernels compute faster (`fuse`).  own_experts: also experts of decoders that `fuse`
+    leaves."""
     fuse(module, max_model_len, ordered=ordered, decoder=decoder, sites=sites)
     if not is_fused(module):
         if own_experts:
@@ -242,8 +241,8 @@ def prove_swapped(module: PreTrainedModel, proof: Proof, sites: Sites | None, *,
 
 
 def check_options(quantize: str, deterministic: bool, device: torch.device) -> None:
-    """Raise UnsupportedModel for options that this device supports with no model: it lacks the GEMMs, or logits depend
-    on the batch (every GPU)."""
+    """Raise UnsupportedModel for options that this device supports for no model: `quantize` without GEMMs for it, and
+    `deterministic` on a GPU, where logits depend on the batch."""
     check_kind(quantize, device)
     if deterministic and device.type == "cuda":
         raise UnsupportedModel(f"--deterministic: {ON_A_GPU}; --device cpu can do it")

@@ -19,7 +19,7 @@ from quire.engine.executor.models.quantised.quantised import Quantised, Quantise
 
 
 def tile_tokens(model: nn.Module) -> int:
-    """Return the row tile of a CPU's GEMM kernels for the model's linear layers; 1: no tile, or unknown."""
+    """Return the maximum rows per tile of the CPU's GEMMs in the model's linear layers; 1: no tiles, or not known."""
     packed = (getattr(module, "packed", None) for module in model.modules())
     return max((ops.tile_tokens(one) for one in packed if isinstance(one, ops.Packed)), default=1)
 
@@ -90,7 +90,7 @@ class RMSNorm(nn.Module):
 class Product(nn.Module):
     """A GEMM with the norm before it and the activation or addition after it: [T, in] -> [T, out].
 
-    Several linear layers of the same input become one GEMM: their outputs, one after another.
+    Several linear layers with the same input become one GEMM, whose output has their outputs side by side.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class Linears:
 
     ordered: bool  # on a CPU: batch-invariant GEMMs (bit for bit), even if others are faster
     dtype: torch.dtype  # dtype of the model
-    sites: Sites | None = None  # sites of LoRA adapters; None: the model serves none
+    sites: Sites | None = None  # sites of LoRA adapters; None: no adapters are served
 
     def product(
         self,
@@ -239,7 +239,7 @@ class Linears:
         silu_mul: bool = False,
         float32_out: bool = False,
     ) -> Product | Sharded:
-        """Return one GEMM of the layers' common input; their outputs follow one another.
+        """Return one GEMM for layers with the same input; it has their outputs side by side.
 
         The layers release their weights, so that at most one GEMM's weights exist twice.
 
@@ -262,7 +262,7 @@ class Linears:
     def alone(
         self, weight: Tensor | Quantised, bias: Tensor | None, dtype: torch.dtype, *, float32_out: bool = False
     ) -> PackedLinear | GpuLinear | None:
-        """Return a layer of weight [out, in] without norm; None: keep the model's own layer.
+        """Return a layer for this weight [out, in], without norm; None: keep the model's own layer.
 
         dtype: reported to code that asks the layer for the dtype of its weight."""
         packed = self._pack(weight, float32_out)

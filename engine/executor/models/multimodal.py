@@ -86,7 +86,7 @@ def _remove(parent: nn.Module, path: str, needed: set[int], removed: list[str]) 
     kept = {name: _remove(child, f"{path}{name}.", needed, removed) for name, child in parent.named_children()}
     if any(kept.values()):
         for name in [name for name, keep in kept.items() if not keep]:
-            if next(parent.get_submodule(name).parameters(), None) is not None:  # others take no memory, and may scale
+            if next(parent.get_submodule(name).parameters(), None) is not None:  # text may use a module without any
                 delattr(parent, name)
                 removed.append(path + name)
     return any(kept.values())
@@ -95,8 +95,8 @@ def _remove(parent: nn.Module, path: str, needed: set[int], removed: list[str]) 
 def names_of(config: PretrainedConfig) -> Names:
     """Return the mapping of a checkpoint's names to a model without towers: tensors of towers have no name there.
 
-    Files may have another order of parts, so a tower's name counts at any of the first three places.  Raises
-    UnsupportedModel for a class that cannot be made."""
+    Files may have another order of parts, so a tower's name counts at any of the first three places of a tensor's path.
+    Raises UnsupportedModel for a class that cannot be made."""
     whole = served_class(config).__mro__[1]
     try:
         with torch.device("meta"):

@@ -1,14 +1,13 @@
 """Checks that a checkpoint without a quantisation config stores plain weights, not quantised values that need scales.
 
 transformers casts quantised values that it does not recognise, without their scales: every token is then wrong.  So a
-checkpoint
-whose config names no quantisation (`quantisation.py`) is refused by name, before any tensor is read, when
+checkpoint whose config names no quantisation (`quantisation.py`) is refused by name, before any tensor is read, if
 
     a weight, bias or other parameter has fewer than 16 bits, or is an integer
-    its values are of a dtype that no kernel here computes with
+    a parameter has a dtype that no kernel here computes with
 
-The same holds for tensors of a quantised checkpoint that belong to no quantised weight.  Buffers may be integers:
-positions, masks.
+The same holds for tensors of a quantised checkpoint that belong to no quantised weight.  Buffers, such as positions
+and masks, may be integers.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ CHOOSE = "choose --dtype float32, bfloat16 or float16"
 def check_stored_dtypes(directory: Path, config: PretrainedConfig, names: Names = UNCHANGED) -> None:
     """Raise UnsupportedModel for a parameter that is not stored as floating point.  The files must have been checked.
 
-    config: of the served model.  names: maps names in the files to the model's."""
+    config: config of the served model.  names: maps names in the files to the model's."""
     reason = " in the weight files, and the config names no quantisation"
     check_plain(stored_tensors(weight_files(directory), names), config, reason)
 
@@ -50,7 +49,7 @@ def check_plain(stored: Mapping[str, StoredTensor], config: PretrainedConfig, re
 
 
 def other_tensors(config: PretrainedConfig) -> Callable[[str], bool]:
-    """Return a predicate of tensor names: the name is that of a buffer of the model, or its class ignores the tensor.
+    """Return a predicate of tensor names: the tensor is a buffer of the model, or the model's class ignores it.
 
     Buffers have moved between modules, so the last part of the name decides.  Makes the model, without memory.  Raises
     ModelLoadError if its class refuses the config."""

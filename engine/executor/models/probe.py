@@ -2,7 +2,7 @@
 
 A few small forwards with a recording attention function show that every layer calls it once, and only with arguments
 that are implemented.  They also show that a sequence's logits do not depend on the sequences packed with it, and that
-its positions come from `position_ids`.  After submodules were swapped, one step proves that the served model gives the
+its positions come from `position_ids`.  After submodules are replaced, one step proves that the served model gives the
 same logits.
 """
 
@@ -28,12 +28,12 @@ from quire.engine.executor.step_tensors import AttentionPlans, StepTensors
 PROBE = "kv_blocks_probe"
 SLIDING = "sliding_attention"  # transformers' name of a kind of layer
 MAX_HEAD_SIZE = 512  # maximum of the CPU kernels
-# Maximum difference of logits between two runs of equal shapes, relative to the largest logit.  Dense models have none.
+# Maximum difference of logits between two runs of equal shapes, relative to the largest logit; 0 for dense models.
 LEAK = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 # Maximum difference between the served model's logits and the probe's, relative to the largest logit: rounding only.
 MAX_DRIFT = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.2}
-# The same limit if GEMMs quantise their activations to e4m3.  With it, the difference of 12 models of 2 to 30 layers on
-# a CPU was 0.02 to 0.21, and of one model of 48 layers with large random weights 0.35.  Unrelated logits differ by 1
+# The same limit if GEMMs quantise their activations to e4m3.  With such GEMMs on a CPU, 12 models of 2 to 30 layers
+# differed by 0.02 to 0.21, and a model of 48 layers with large random weights by 0.35.  Unrelated logits differ by 1
 # and more.  So this limit finds only gross errors.
 MAX_DRIFT_OF_QUANTISED_ACTIVATIONS = 0.6
 # Attention keywords that change nothing here: dropout is for training, the others are handled or describe the batch.
@@ -167,7 +167,7 @@ class Proof(NamedTuple):
     layers: list[KVShape]  # shapes that each attention layer caches
     vocab_size: int  # width of the logits
     ids: Tensor  # [1, FIRST + SECOND] i64: two packed sequences
-    positions: Tensor  # [1, FIRST + SECOND]: the second sequence ends where the longest one would
+    positions: Tensor  # [1, FIRST + SECOND]: the second sequence ends at the last position of max_model_len
     logits: Tensor  # [1, SECOND, V] of the second sequence
     windows: list[int]  # attention window of each layer, tokens; 0: all
 
@@ -293,7 +293,7 @@ def prove_served(
     keep = torch.arange(FIRST, FIRST + SECOND, device=device)
     try:
         logits = Forward(module, step).logits(keep)
-    except Exception as error:  # the model's own code may raise anything with modules that it does not expect
+    except Exception as error:  # the model's own code does not expect our modules, and may raise any error
         raise UnsupportedModel(f"{kind}: fails as it would be served: {one_line(error)}") from error
     if not logits.isfinite().all():
         raise UnsupportedModel(f"{kind}: as it would be served some of its logits are not finite")

@@ -50,7 +50,7 @@ def parameters(text: PretrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def reach(text: PretrainedConfig, made_for: int, before: PretrainedConfig | None = None) -> int:
-    """Return the maximum number of positions of the scaling; `made_for` without scaling.
+    """Return the maximum number of positions that the RoPE scaling supports; `made_for` without scaling.
 
     made_for  positions that the config names
     before    the text config of the checkpoint without the operator's changes
@@ -72,7 +72,7 @@ def reach(text: PretrainedConfig, made_for: int, before: PretrainedConfig | None
 
 
 def short_reach(text: PretrainedConfig, made_for: int) -> int:
-    """Return how many positions, from 0, have equal angles for every sequence in transformers, too."""
+    """Return the number of positions, from 0, whose angles transformers computes alike for sequences of any length."""
     for _, rope in parameters(text):
         if rope["rope_type"] == "longrope":
             made_for = min(made_for, rope.get("original_max_position_embeddings") or made_for)

@@ -81,8 +81,8 @@ def fields_of(directory: Path, changes: dict[str, Any]) -> tuple[dict[str, Any],
 
 
 def without_temperature(text: PretrainedConfig) -> PretrainedConfig:
-    """Switch off attention temperature: it is 1 within `plain_positions`, and uses the index in the batch as
-    position."""
+    """Switch off attention temperature.  It is 1 within `plain_positions`; transformers would compute it from a token's
+    index in the batch instead of its position."""
     if hasattr(text, "attn_temperature_tuning"):
         text.attn_temperature_tuning = False
     return text

@@ -47,11 +47,11 @@ def read_weights(
     ranks: Ranks = ALONE,
     quantising: Quantising | None = None,
 ) -> PreTrainedModel:
-    """Return the model of a checkpoint with all weights, on the host. part: the language model of a multimodal
-    checkpoint.
+    """Return the model of a checkpoint with all weights, on the host. part: read only the language model of a
+    multimodal checkpoint.
 
-    ranks: with several, only the shard of this rank, for `device`.  quantising: makes int8, fp8 or int4 linear layers;
-    None: all weights are dequantised.  Raises ModelLoadError."""
+    ranks: with several, read only the shard of this rank, for `device`.  quantising: makes int8, fp8 or int4 linear
+    layers; None: all weights are dequantised.  Raises ModelLoadError."""
     if dtype == "auto":
         check_dtype(config.model_type, config.dtype)
     names = names_of(config, part)
@@ -191,7 +191,7 @@ def some(names: list[str]) -> str:
 def report_progress(directory: Path, sizes: dict[str, int] | None = None) -> Iterator[None]:
     """Log how many bytes of weights transformers has read, in place of its own progress bar.
 
-    sizes: bytes of each weight; None: as in the files, if these have the model's names."""
+    sizes: bytes of each weight by the model's names; None: the files have these names and sizes."""
     sizes = sizes or {name: stored.bytes for name, stored in stored_tensors(weight_files(directory)).items()}
     total, began = sum(sizes.values()), time.monotonic()
     progress = Progress(log.info, "reading weights", total, in_bytes=True)

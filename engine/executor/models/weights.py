@@ -1,8 +1,8 @@
 """The fingerprint of a model: engines with equal fingerprints share prefix digests.
 
-Digest of every weight file's content, the config and the dtype.  Hashing gigabytes takes seconds to minutes, so files
-are hashed in parallel.  A digest is kept under ~/.cache/quire by (real path, size, mtime in ns).  A file from the hub
-needs no hashing: its cache stores large files under their own sha256.
+It is a digest of the content of every weight file, the config and the dtype.  Hashing gigabytes takes seconds to
+minutes, so files are hashed in parallel, and a file's digest is kept under ~/.cache/quire by (real path, size, mtime in
+ns).  A file from the hub needs no hashing: the hub's cache stores large files under their own sha256.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ def weight_files(directory: Path) -> list[Path]:
     """Return the safetensors files of a checkpoint, sorted.  Raises ModelLoadError if there is none or a shard is
     absent.
 
-    If several sets of files are there, the choice is that of transformers: `model.safetensors`, else the shards that
-    the index
-    names.  Without either, all files count."""
+    If there are several sets of files, the choice is that of transformers: `model.safetensors`, else the shards that
+    the index names.  Without either, all files count."""
     whole = directory / "model.safetensors"  # a directory may have another copy, such as consolidated.safetensors
     if whole.is_file():
         return [whole]

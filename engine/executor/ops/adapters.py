@@ -1,4 +1,4 @@
-"""LoRA adapters: B A x is added to the rows of a step that have an adapter, at each site."""
+"""LoRA operators: add B A x to the rows of a step that have an adapter, at each site (GEMM) that adapters change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class AdapterRows:
-    """The rows of a step that have a LoRA adapter, on a CPU: arguments of `lora` that are equal at all sites."""
+    """The rows of a step that have a LoRA adapter, on a CPU: arguments of `lora` that are the same at all sites."""
 
     weights: list[torch.Tensor]  # per adapter [elements], dtype of the model: its packed matrices
     tables: list[torch.Tensor]  # per adapter [sites, 14] int64: offsets and sizes of the matrices (csrc/ops.cpp)
@@ -42,12 +42,12 @@ _LORA_CTAS = 264  # CTAs that fill a GPU: 2 on each of 132 multiprocessors
 @dataclass(frozen=True)
 class DeviceAdapters:
     """LoRA adapters in the slots of a GPU, and the rows of the running step with adapters: arguments of `lora_shrink`
-    and `lora_expand` that are equal at all sites.  Every tensor keeps its address."""
+    and `lora_expand` that are the same at all sites.  Every tensor keeps its address."""
 
     weights: torch.Tensor  # [slots, elements], dtype of the model: packed matrices
     table: torch.Tensor  # [slots, sites, 14] int64: offsets and sizes of the matrices (csrc/ops.cpp)
     order: torch.Tensor  # [rows] int32: rows with an adapter, sorted by slot
-    tiles: torch.Tensor  # [tiles, 4] int32: slot (-1: none), first index into order, rows, 0
+    tiles: torch.Tensor  # [tiles, 4] int32: slot (-1: unused tile), first index into `order`, number of rows, 0
     slot_of_row: torch.Tensor  # [rows] int32; -1: no adapter
     features: list[list[int]]  # outputs of each layer, per site
     ranks: list[int]  # per site, the ranks of all its layers together at the maximum rank
@@ -94,7 +94,7 @@ def lora_on_branch(
 
     Returns y, with the same bits as `lora_expand`.  Call it only while a graph is captured.
 
-    silu_mul: instead return silu(gate) * up of the halves of y, for all rows."""
+    silu_mul: return silu(gate) * up instead, for all rows of y = [gate, up]."""
     computing, branch = torch.cuda.current_stream(x.device), _branch(x.device)
     complete, features, rows = torch.cuda.Event(), adapters.features[site], len(x)
     complete.record(computing)
@@ -157,7 +157,7 @@ def lora_shrink(x: torch.Tensor, adapters: DeviceAdapters, site: int, *, complet
     """Return A x of the rows with an adapter, for `lora_expand`.  x [T, in], dtype of the model.
 
     complete: True: return the complete sums, rounded to the dtype of x (Hopper or later); False: partial sums in
-    float32; None: the faster of both."""
+    float32; None: the faster of the two."""
     if x.stride(0) % LORA_ALIGNED or x.data_ptr() % 16:
         x = x.contiguous()
     rows, ranks, steps = len(x), adapters.ranks[site], adapters.steps[site]
@@ -165,7 +165,7 @@ def lora_shrink(x: torch.Tensor, adapters: DeviceAdapters, site: int, *, complet
     if _has_clusters(x.device) if complete is None else complete:
         h = torch.empty(1, rows, ranks, dtype=x.dtype, device=x.device)
     else:
-        splits = -(-steps // _LORA_CTA_INPUTS)  # with these each CTA has one round
+        splits = -(-steps // _LORA_CTA_INPUTS)  # one round per CTA
         if rows > LORA_TILE:
             wanted = -(-_LORA_CTAS // (max(1, len(tiles)) * ranks // LORA_RANKS))
             splits = min(splits, max(1, min(wanted, _LORA_SPLITS)))
@@ -187,7 +187,7 @@ def lora_expand(
 
     Sums are float32, A x is rounded to the dtype of y; rows without an adapter are untouched.
 
-    silu_mul: instead return silu(gate) * up of the halves of y, for all rows."""
+    silu_mul: return silu(gate) * up instead, for all rows of y = [gate, up]."""
     out = y.new_empty(len(y), y.shape[1] // 2) if silu_mul else None
     where = adapters.weights, adapters.table, adapters.order, _tiles(len(y), adapters), adapters.slot_of_row
     torch.ops.quire.lora_expand.default(h, *where, site, adapters.features[site], y, out)

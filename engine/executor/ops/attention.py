@@ -110,8 +110,8 @@ def rope_kv_write(
     """Apply rotary embedding to queries, in place, and write rotated keys and the values to the cache.
 
     qkv         [T, H + 2 * Hkv, D]: query, key and value heads; key heads are not modified
-    cos, sin    [T, D], rows contiguous (say, halves of a table's [positions, 2 * D]): head[i] becomes
-                head[i] * cos[i] - head[i + D / 2] * sin[i], and the second half likewise with +
+    cos, sin    [T, D], rows contiguous (say, halves of a table [positions, 2 * D]).  head[i] of the first half becomes
+                head[i] * cos[i] - head[i + D / 2] * sin[i]; the second half has + in place of -
     caches, kv_indices, scales  as in `kv_write`
     q_norm, k_norm  [D]: `rms_norm` with `eps` of every query and key head before the rotation
     """

@@ -1,6 +1,6 @@
 """Operators between the GEMMs of a decoder layer, and all layers of a step in one call on a CPU.
 
-float32, bfloat16 or float16; arithmetic in float32.
+Tensors are float32, bfloat16 or float16; arithmetic is float32.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DecoderLayers:
     head_eps: float
     scale: float
     windows: list[int]
-    widen: bool  # as in Packed, for all linear layers
+    widen: bool  # `Packed.widen` of all linear layers
 
 
 def decoder_layers(
@@ -57,8 +57,8 @@ def decoder_layers(
     """Compute all layers of a decoder on a CPU, in place of x [T, hidden].  Bit-identical to separate operators.
 
     caches: per layer the key cache, the value cache and their scales.  places: (kv_indices, tables) per KV group.
-    adapters: the site of a linear layer is 4 * layer + its index (qkv; o; gate and up; down).  Everything else as in
-    `rope_kv_write` and `paged_attention`.  Raises ValueError for a layer that reads more tokens than its group keeps.
+    adapters: the site of a linear layer is 4 * layer + its index (qkv; o; gate and up; down).  Other arguments: see
+    `rope_kv_write`, `paged_attention`.  Raises ValueError for a layer that reads more tokens than its group keeps.
     """
     keys, values, scales = zip(*((cache.k, cache.v, cache.scales) for cache in caches), strict=True)
     groups = [cache.group for cache in caches]

@@ -26,10 +26,9 @@ class Fp8:
         return len(self.values)
 
 
-# `in` and `out` must be multiples of these, with a scale per row or per block.  Versions of torch differ in the layout
-# of block scales, except if each row has a multiple of four scales.
-FP8_INNER, FP8_OUT = 128, 16
-FP8_BLOCKS_INNER, FP8_BLOCKS_OUT = 512, 128
+# `in` and `out` of an fp8 weight must be multiples of these.
+FP8_INNER, FP8_OUT = 128, 16  # with a scale per row
+FP8_BLOCKS_INNER, FP8_BLOCKS_OUT = 512, 128  # per block; 4 scales per row: versions of torch lay out 1 to 3 differently
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Int4:
 
 
 def pack_int4_gpu(values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> Int4:
-    """Pack an int4 weight for a GPU; arguments as for `pack_int4`, but in / groups is 32, 64, 96, ..
+    """Pack an int4 weight for a GPU.  Arguments as for `pack_int4`, but a group may have any multiple of 32 inputs.
 
     Scales keep 11 bits.  Raises ValueError unless `in` and `out` are multiples of INT4_GPU_INNER and INT4_GPU_OUT."""
     return Int4(*int4_layout.pack(values, scale, zero))
@@ -118,7 +117,7 @@ def linear(
 def linear_sharing_x(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plus: torch.Tensor | None
 ) -> tuple[torch.Tensor, bool]:
-    """Return `linear` without norm and activation, on a GPU, and whether a following `lora_add` may read x before the
-    GEMM ends."""
+    """Return (the result of `linear` without norm and activation, whether a following `lora_add` may read x before the
+    GEMM ends), on a GPU."""
     out = torch.empty(x.shape[0], len(weight), dtype=x.dtype, device=x.device) if plus is None else plus
     return out, torch.ops.quire.linear_sharing_x.default(x, weight, bias, plus is not None, out)

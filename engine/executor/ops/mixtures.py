@@ -8,15 +8,14 @@ import torch
 
 from quire.engine.executor.ops.packed_experts import PackedRows
 
-MAX_EXPERTS, MAX_CHOSEN = 512, 32  # experts per layer, and chosen per token
-MAX_PAIRS = 512  # (token, expert) pairs per call of `experts`, unless `takes_all_pairs`
-MAX_TOKENS = 16_384  # tokens per call of the operator, which bounds its memory; more are split
-_HOPPER, _WHOLE_SLABS = 9, 64  # compute capability; hidden and inner size must be multiples
+MAX_EXPERTS, MAX_CHOSEN = 512, 32  # maximum experts per layer; maximum experts chosen per token
+MAX_PAIRS = 512  # maximum (token, expert) pairs per call of `experts`, unless `takes_all_pairs`
+MAX_TOKENS = 16_384  # maximum tokens per call of the operator, to bound its memory; more are split
+_HOPPER, _WHOLE_SLABS = 9, 64  # major compute capability; divisor of the hidden and inner size
 
 
 def takes_all_pairs(hidden: int, inner: int, device: torch.device) -> bool:
-    """Return whether `experts` supports any number of tokens for these sizes; if not, at most MAX_PAIRS pairs T *
-    k."""
+    """Return whether `experts` supports any number of tokens for these sizes; if not, T * k is at most MAX_PAIRS."""
     if hidden % _WHOLE_SLABS or inner % _WHOLE_SLABS or device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device)[0] == _HOPPER  # later GPUs have no wgmma
@@ -62,8 +61,8 @@ def experts(
 
     chosen, weights  [T, k] as `route` returns them; T * k is at most MAX_PAIRS unless `takes_all_pairs`
     gate_up          [E, 2 * inner, hidden]: per expert gate rows, then up rows; both sizes are multiples of 8.
-                     With `clamped` gate and up rows are interleaved.  Or packed, like down: on a GPU that
-                     `takes_all_pairs`, x in bfloat16; fp8 has no `clamped`, mxfp4 needs it
+                     With `clamped` gate and up rows are interleaved.  If `takes_all_pairs` and x is bfloat16, gate_up
+                     and down may be packed: as mxfp4 with `clamped`, as fp8 without
     gate_up_bias     [E, 2 * inner], in the order of the rows
     down             [E, hidden, inner]
     down_bias        [E, hidden]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 Format = Literal["mxfp4", "fp8"]
 TILE = 64  # rows and elements per tile; the sizes of a layer must be multiples of it
-LARGEST_SCALE = 128  # maximum stored scale of mxfp4, for 2^1: larger ones leave the range of the kernels' arithmetic
+LARGEST_SCALE = 128  # maximum stored scale of mxfp4: it means 2^1; larger ones exceed the kernels' range
 _SCALE_OFFSET = 126  # added to a stored scale
 
 
@@ -65,7 +65,7 @@ def _halves(rows: Tensor, interleaved: bool) -> Tensor:
 
 
 def _in_lanes(values: Tensor) -> Tensor:
-    """Return [2, rows, size] as [row tile, slab, low or high, warp, g, t, k, pair's column block, pair's row half, e].
+    """Reorder [2, rows, size] to [row tile, slab, low or high, warp, g, t, k, pair's column block, pair's row half, e].
 
     csrc/experts_layout.h names these: row = 16 warp + 8 half + g, column = 16 k + 8 block + 2 t + e."""
     two, rows, size = values.shape
@@ -74,7 +74,7 @@ def _in_lanes(values: Tensor) -> Tensor:
 
 
 def _mxfp4_tiles(pairs: Tensor, powers: Tensor) -> Tensor:
-    """pairs u8 [2, rows, size / 2], powers u8 [2, rows, size / 32] -> u8 [row tiles, slabs, 2, tile bytes]."""
+    """Pack pairs u8 [2, rows, size / 2] and powers u8 [2, rows, size / 32] -> u8 [row tiles, slabs, 2, tile bytes]."""
     values = _in_lanes(torch.stack([pairs & 0xF, pairs >> 4], -1).flatten(2)).to(torch.int32)
     sign, e1, low = values >> 3, values >> 2 & 1, values & 3
     size = values & 7
@@ -91,7 +91,7 @@ def _mxfp4_tiles(pairs: Tensor, powers: Tensor) -> Tensor:
 
 
 def _fp8_tiles(values: Tensor, scales: Tensor) -> Tensor:
-    """values u8 [2, rows, size], scales float32 [2, rows, groups] -> u8 [row tiles, slabs, 2, tile bytes]."""
+    """Pack values u8 [2, rows, size], scales float32 [2, rows, groups] -> u8 [row tiles, slabs, 2, tile bytes]."""
     lanes = _in_lanes(values)  # [tile, slab, 2, warp, g, t, k, block, half, e]
     tiles, slabs = lanes.shape[:2]
     by_half = lanes.reshape(tiles, slabs, 2, 4 * 8 * 4, 2, 16).transpose(3, 4).flatten(3)

@@ -38,8 +38,8 @@ class Packed:
 def pack_weight(weight: torch.Tensor, *, ordered: bool, float32_out: bool = False) -> Packed | None:
     """Pack weight [out, in] for `packed_linear` on a CPU.
 
-    ordered: a row's bits must not depend on the batch.  If false, the fastest layout here; None if torch's own linear
-    is the fastest.  float32_out: 16-bit weights with a float32 result.
+    ordered: a row's bits must not depend on the batch.  If false, choose the fastest layout on this CPU; returns None
+    if torch's own linear is the fastest.  float32_out: with 16-bit weights, give a float32 result.
     """
     size, inner = weight.shape
     float32_out = float32_out and weight.dtype != torch.float32
@@ -73,9 +73,9 @@ def tiles_keep_order() -> bool:
 
 
 def tile_tokens(packed: Packed) -> int:
-    """Return the row tile of `packed_linear`: a full tile takes little longer than a single row.
+    """Return the rows per tile of `packed_linear`: a full tile takes little longer than a single row.
 
-    1: no tile, or unknown.  Tiles of quantised weights are ignored: they have at most six rows."""
+    Returns 1 without tiles, with oneDNN's layout, and for quantised weights, whose tiles have at most 6 rows."""
     if packed.scale is not None or not packed.ours:
         return 1
     if packed.widen:
@@ -85,9 +85,9 @@ def tile_tokens(packed: Packed) -> int:
 
 
 def widened_rows() -> tuple[int, int] | None:
-    """Minimum rows at which `widen` dequantises int8 and int4 weights to bfloat16.
+    """Return the minimum rows for which `widen` dequantises (int8, int4) weights to bfloat16.
 
-    None: never, because without bfloat16 instructions oneDNN is slower than the integer kernels."""
+    Returns None without bfloat16 instructions: oneDNN is then slower than the integer kernels for any rows."""
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     if not (native and _onednn_bfloat16()):
         return None
@@ -117,7 +117,7 @@ INT4_BLOCK, INT4_LARGEST_GROUP = 32, 4096  # group size of int4 weights: divisor
 
 
 def pack_int4(values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, *, ordered: bool = True) -> Packed:
-    """Pack an int4 weight, (number - zero) * scale in groups of consecutive inputs, for `packed_linear` on a CPU.
+    """Pack an int4 weight, (value - zero) * scale in groups of consecutive inputs, for `packed_linear` on a CPU.
 
     `values`  [out, in / 2] u8: columns 2 i and 2 i + 1 in the low and the high nibble of byte i
     scale    [out, groups] float32; in / groups is 32, 64, .. 4,096
@@ -154,7 +154,7 @@ PACKED_AT_ONCE = 1 << 20  # elements per step of the packing
 
 
 def _in_strips(weight: torch.Tensor) -> torch.Tensor:
-    """Copy weight [out, in] into the layout of `product`, padded with zeros."""
+    """Copy weight [out, in] into strips (`packed_layout`), padded with zeros."""
     size, inner = weight.shape
     columns, together = torch.ops.quire.product_layout.default(weight)
     strips = weight.new_empty(-(-size // columns), -(-inner // together), columns, together)
@@ -179,9 +179,9 @@ def packed_linear(
     """Return x [..., in] times the packed weight transposed, plus bias [out], plus `plus` [..., out] (may be
     overwritten).
 
-    Sums in float32, rounded once to the dtype of x, or not at all if the weight was packed with `float32_out`.
-    `plus` has the dtype of the result.  norm, eps: `rms_norm` of x first.  silu_mul: `silu_mul` of the result,
-    without `plus`.
+    Sums are float32 and rounded once to the dtype of x, or not at all if the weight was packed with `float32_out`.
+    `plus` has the dtype of the result.  norm, eps: apply `rms_norm` to x first.  silu_mul: apply `silu_mul` to the
+    result; `plus` must be None.
     """
     if not packed.ours:
         x = x if norm is None else rms_norm(x, norm, eps)

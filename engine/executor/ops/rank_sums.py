@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-SUM_CTAS, MAX_SUM_RANKS, MAX_SUMMED = 256, 8, 16384  # maximum CTAs per call; ranks; elements per row
+SUM_CTAS, MAX_SUM_RANKS, MAX_SUMMED = 256, 8, 16384  # maximum CTAs per call, maximum ranks, maximum elements per row
 _MARK_BYTES, _PACK_BYTES, _SUM_THREADS = 16, 16, 1024  # as in csrc/cuda/ranks
 
 
@@ -49,7 +49,7 @@ def rank_sum(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """All-reduce of `part` [rows, size], in place, in one kernel per GPU -> (the result, the result after a norm).
+    """All-reduce `part` [rows, size] in place, in one kernel per GPU.  Returns (the result, the result after a norm).
 
     words  send the call number in every 8 bytes: minimum latency, twice the bytes; if false, one number per CTA
     plus   [rows, size], equal on all ranks: the sum of the parts is added to it, in place, and `plus` is returned
@@ -81,8 +81,8 @@ def rank_sum(
 def torch_rank_sum(shared: torch.Tensor, part: torch.Tensor, group: str, *, two_shot: bool) -> torch.Tensor:
     """All-reduce by torch's symmetric-memory kernels, for comparison: one-shot, or reduce-scatter and all-gather.
 
-    shared  in this rank's symmetric memory, shape and dtype of part: `part` is copied to it (two_shot: it has the part
-    already)
+    shared  tensor in this rank's symmetric memory, with shape and dtype of `part`; two_shot: the part is already in it,
+            otherwise it is copied there
     group   torch's name of the process group"""
     y: torch.Tensor
     if two_shot:

@@ -1,4 +1,4 @@
-"""Recurrent layers."""
+"""Operators of recurrent layers: causal convolution, and linear recurrence with or without the delta rule."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def causal_conv(
 ) -> torch.Tensor:
     """Convolve each channel of a sequence over its newest inputs: [T, channels] -> [T, channels].
 
-    weight      [taps, channels] float32, the last tap is the newest token's, on a GPU 2 to 4 taps;  bias [channels]
-                float32
+    weight      [taps, channels] float32; the last tap multiplies the newest token; a GPU takes 2 to 4 taps
+    bias        [channels] float32
     states      [slots, taps - 1, channels], dtype of x: the last inputs before the step, updated in place
     rows        [S] int32, the slot of each sequence; distinct
     q_start     [S + 1] int32, sequence s owns tokens q_start[s] .. q_start[s + 1] - 1

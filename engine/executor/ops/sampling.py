@@ -80,5 +80,5 @@ def argmax(logits: torch.Tensor, first: int, keys: torch.Tensor) -> None:
 
 
 def chosen(keys: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor, outcome: torch.Tensor) -> None:
-    """Write the tokens and outcomes of `sample` with `general` false, from the keys [N] of the unsharded logits."""
+    """Write the tokens and outcomes of `sample` with `general` false, from the maximum keys [N] over the ranks."""
     torch.ops.quire.chosen.default(keys, slots, tokens, outcome)

@@ -30,8 +30,8 @@ MAX_DRIFT = 0.02
 class OneShot:
     """The inboxes of all ranks, and the choice of the all-reduces that go through them.
 
-    A process can create one only: torch numbers its rendezvous per process, so a second one would wait for ranks whose
-    count differs."""
+    A process can create only one: torch counts the rendezvous of each process, and ranks whose counts differ would wait
+    for each other forever."""
 
     made = False  # whether this process has created one
 
@@ -89,9 +89,9 @@ class OneShot:
         return y, normed
 
     def wrong(self, reduce: Callable[[Tensor], Tensor]) -> str:
-        """Return the numbers of rows for which the results differ from those of `reduce`; empty: none.
+        """Return an error text with the numbers of rows whose results differ from those of `reduce`; empty: none do.
 
-        All ranks must call this; each makes all of its calls, whatever the results."""
+        All ranks must call this: it makes the same collective calls whatever their results are."""
         found = []
         try:
             for rows in (1, 32, 1, 200, 1):  # both protocols: words and blocks

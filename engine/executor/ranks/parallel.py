@@ -55,14 +55,14 @@ from quire.engine.executor.ranks.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
-# The longer of seconds and leases: silence of a rank from its first message until the model is loaded.
+# From its first message until the model is loaded, a rank may be silent for 60 s or 10 leases, whichever is longer.
 LOAD_SILENCE_S, LEASES_OF_SILENCE = 60.0, 10
 SHARED, SHARED_BYTES = Path("/dev/shm"), 32 << 20  # directory of NCCL's buffers; bytes that a rank may need
 CLOSE_S = 20.0  # seconds to release the GPU after a rank is lost; kernels may wait for that rank
 
 
 class ParallelExecutor:
-    """The `quire.engine.executor.base.Executor` over several ranks.  Not thread-safe: one loop owns it."""
+    """Implements `quire.engine.executor.base.Executor` with several ranks.  Not thread-safe: one loop owns it."""
 
     def __init__(self, config: EngineConfig, waiting: Sequence[Rank] = ()) -> None:
         """Start the other ranks' processes, load every shard of the model, agree on the KV cache.

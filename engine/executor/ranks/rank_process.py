@@ -159,8 +159,8 @@ def serve(commands: Connection, life: Life) -> int:
 
 
 def _prepare(task: Task, commands: Connection) -> None:
-    """Prepare for the activation of a spare engine, part by part until it starts.  A part that fails is left to the
-    activation."""
+    """Prepare for the activation of a spare engine, part by part until the activation starts.  It repeats a part that
+    fails here."""
     try:
         if device_kind(task.config) == "cuda" and task.config.spare_on_gpu:
             torch.cuda.set_device(task.rank)

@@ -34,7 +34,7 @@ BEATS = 5  # heartbeats per lease: a rank that misses more is lost
 # slow disk, and sends nothing.
 START_SILENCE_S = 300.0  # seconds of silence until the first message
 END_S = 2.0  # seconds for a call on a lost rank to return, before the process ends without it
-GRACE_S = 2.0  # additional seconds, if not even the thread that would end the process runs
+GRACE_S = 2.0  # additional seconds before the process is ended, if even the watching thread is blocked
 
 
 @dataclass

@@ -8,8 +8,8 @@
     on the host     all_min, barrier decisions that every rank must take alike
                     all_max          maximum of each value: scales of rows whose columns are sharded
 
-torch.distributed implements both: NCCL between GPUs, gloo between CPUs and for decisions of the host.  All-reduces
-between GPUs up to a few MiB go through `one_shot.py` if it works.  No other module names a collective.
+torch.distributed implements the collectives: NCCL between GPUs, gloo between CPUs and for decisions of the host.
+All-reduces of up to a few MiB between GPUs use `one_shot.py` if it works.  No other module names a collective.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Ranks:
     """One rank's view of all ranks.  Every rank must make the same calls in the same order, with equal shapes."""
 
     def __init__(self, rank: int = 0, size: int = 1, host: Any = None, device: Any = None) -> None:
-        """`host` and `device`: process groups for tensors of the CPU and of the model; `join` makes them.
+        """`host`, `device`: process groups for tensors on the host and on the model's device; `join` makes them.
 
         They are not torch.distributed's global groups, so a process may have several executors."""
         self.rank, self.size = rank, size

@@ -22,7 +22,7 @@ class VocabParallelLogits:
     """One rank's columns of the logits [., V]: `columns` tokens from rank * columns on."""
 
     def __init__(self, ranks: Ranks, vocab_size: int, columns: int) -> None:
-        """columns: of every rank; the last ranks' columns may lie beyond the vocabulary (padding)."""
+        """columns: number of columns of every rank; those of the last ranks may lie beyond the vocabulary (padding)."""
         self._ranks = ranks
         self._vocab = vocab_size
         self.columns = columns

@@ -10,9 +10,9 @@ Values of b bits are packed into int32, the first one in the lowest bits.  With 
     mxfp4    blocks u8 [experts, out, in / 32, 16], scales u8 [experts, out, in / 32]          e2m1[q] * 2^(scale - 127)
     fp4      packed u8 [out, in / 2], scale e4m3 or u8 [out, in / group], scale_2 [], global_scale [1]  (see below)
 
-`packed` stores q and zero points plus half their range.  Zero points of `packed` are packed along the rows, zero points
-of gptq and awq along the columns.  g_idx has the group of each column (act-order); without it, groups are consecutive
-columns.
+`packed` adds half the range to q and to zero points before it stores them.  Its zero points are packed along the rows,
+those of gptq and awq along the columns.  g_idx has the group of each column (act-order); without it, groups are
+consecutive columns.
 
 An e2m1 value of `fp4` is multiplied by its scale (a scale in u8 stands for 2^(scale - 127)), and by the tensor's
 float32 scale_2 (NVFP4 of modelopt) or 1 / global_scale (NVFP4 of compressed-tensors).
@@ -121,7 +121,7 @@ def dequantise(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dtype) 
 
 
 def as_stored(how: Quantisation, parts: dict[str, Tensor]) -> Quantised:
-    """Return these stored values, their scales and zero points, unchanged.  `stored_as` must support them."""
+    """Return these stored values, their scales and zero points, unchanged.  `stored_as` must return a format."""
     if how.bits == 4:
         return _four_bits(how, parts)
     if how.format == "packed":
@@ -161,7 +161,7 @@ def _four_bits(how: Quantisation, parts: dict[str, Tensor]) -> Quantised:
 
 
 def _fits_4_bits(how: Quantisation, shape: Shape) -> bool:
-    """Whether the groups of a weight fit the int4 GEMMs.  shape: of the stored values."""
+    """Whether the int4 GEMMs support the group size of a weight.  shape: shape of the stored values."""
     columns = shape[0] if how.format == "awq" else shape[0 if how.format == "gptq" else 1] * WORD // 4
     group = how.group or ops.INT4_BLOCK
     return columns % group == 0 and group % ops.INT4_BLOCK == 0 and group <= ops.INT4_LARGEST_GROUP
@@ -182,7 +182,7 @@ def stored_as(how: Quantisation, parts: Collection[str], dtype: str, shape: Shap
     or a complete row; the caller checks a g_idx (`in_order_of_groups`).  mxfp4 experts need sizes that the kernels can
     tile (`quantised_experts.py`).
 
-    dtype: of the stored values, as safetensors names it.  shape: of the stored values."""
+    dtype, shape: those of the stored values; the dtype as safetensors names it."""
     if how.format == "mxfp4":
         return "mxfp4" if shape[2] * how.group % ops.TILE == 0 else None
     if how.bits == 4 and how.format in ("packed", "awq", "gptq"):
@@ -256,13 +256,13 @@ def _zeros_by_row(how: Quantisation, parts: dict[str, Tensor]) -> Tensor:
 
 
 def _in_order(values: Tensor) -> Tensor:
-    """Put the columns of awq in their order: u8 [r, c]."""
+    """Put the columns of awq's values, u8 [r, c], in the order of the weight's columns."""
     return values.view(len(values), -1, len(AWQ_ORDER))[..., AWQ_ORDER].flatten(1)
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """Return the values of int32 words [r, c], of 4 or 8 bits: u8 [r, c * 32 / bits]."""
-    # Little endian on every supported CPU. Flat, because a single column may have any stride.
+    # Every supported CPU is little endian.  Flatten first, because a single column may have any stride.
     values = words.contiguous().view(-1).view(torch.uint8).view(len(words), -1)
     if bits == 4:
         values = torch.stack([values & 0xF, values >> 4], -1).flatten(1)

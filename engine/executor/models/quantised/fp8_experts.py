@@ -7,8 +7,8 @@
 
 4-bit values minus their zero points are exact in e4m3, and keep their scales.
 
-A row has its values and then their scales.  So code of transformers, which knows how each family names its experts and
-joins them, moves both together.
+A row has its values and then their scales.  So the code of transformers, which knows how each family names and joins
+its experts, moves values and scales together.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from quire.engine.executor.models.quantised.quantised import MIDDLE, Quantised
 WEIGHTS = ("gate_up_proj", "down_proj")
 STORED_PER_EXPERT = 3  # weights of an expert in the files: gate, up and down
 SCALE_BYTES = 4  # float32, one per ops.TILE values of a row
-LAYER_OF_EXPERT = re.compile(r"\blayers\.(\d+)\..*\bexperts\.\d+\.\w+$")  # in the name of a module that one expert has
+LAYER_OF_EXPERT = re.compile(r"\blayers\.(\d+)\..*\bexperts\.\d+\.\w+$")  # in the module name of a single expert
 
 
 def row_bytes(size: int) -> int:
@@ -52,7 +52,7 @@ def refused_for_fp8(experts: Any) -> str:
 def stored_in_rows(how: Quantisation, parts: Collection[str], dtype: str, shape: Shape, kept: Kept | None) -> bool:
     """Whether `stored_rows` can keep the weight of one expert.
 
-    dtype: of the stored values, as safetensors names it.  shape: of the weight.  kept: how a linear layer keeps it."""
+    dtype: of the stored values, as safetensors names it.  shape: of the weight.  kept: format for a linear layer."""
     if len(shape) != 2 or shape[1] % ops.TILE:
         return False
     if kept == "int4":
@@ -87,7 +87,7 @@ def rows_of_int4(weight: Quantised) -> Tensor:
 
 
 def joined_rows(values: Tensor, scale: Tensor) -> Tensor:
-    """values e4m3 [out, in], scale float32 [out, in / TILE] -> u8 [out, row_bytes(in)]."""
+    """Join values e4m3 [out, in] and scale float32 [out, in / TILE] -> u8 [out, row_bytes(in)]."""
     return torch.cat([values.view(torch.uint8), scale.contiguous().view(torch.uint8)], -1)
 
 
@@ -155,7 +155,7 @@ def await_rows(experts: Any) -> None:
 
 
 def await_rounding(experts: Any, device: torch.device) -> None:
-    """Make experts round their weights on `device`: at once, or when transformers sets those on the meta device."""
+    """Make experts round their weights on `device`: at once, or when transformers sets weights that are on `meta`."""
     own = type(experts)
     experts.__class__ = type(own.__name__, (AwaitingExperts, own), {"__module__": own.__module__})
     experts.rounds_on = device

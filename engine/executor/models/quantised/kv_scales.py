@@ -5,7 +5,7 @@
     modelopt             the same; kv_cache_quant_algo: FP8      k_proj.k_scale, v_proj.v_scale
     fp8                  nothing                                 k_scale, v_scale; or kv_scale for both
 
-A tensor holds one scale for all KV heads, or one per head.  Layers without scales have 1.
+A tensor holds one scale for all KV heads, or one per head.  Layers without scales use a scale of 1.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def read_kv_scales(
     """Return each layer's scales [2, Hkv] in float32, of keys and of values; None: the checkpoint has no scales for an
     e4m3 cache.
 
-    layers: KV shape of each layer on this rank.  Raises UnsupportedModel for scales that no cache can have."""
+    layers: KV shape of each layer on this rank.  Raises UnsupportedModel for invalid scales."""
     described = quantisation_config(directory)
     if described is None:
         return None

@@ -68,11 +68,11 @@ class PlainWeights:
         return SAFETENSORS_DTYPES[[*found, "F32"][0]]
 
     def exact_modules(self, cuts: Mapping[str, Cut]) -> dict[str, Kept]:
-        """Return none, because no weight is quantised."""
+        """Return an empty dict, because no weight is quantised."""
         return {}
 
     def rows_of_experts(self, cuts: Mapping[str, Cut], exact: Mapping[str, Kept]) -> set[str]:
-        """Return none, because no weight is quantised."""
+        """Return an empty set, because no weight is quantised."""
         return set()
 
     @contextlib.contextmanager
@@ -87,7 +87,7 @@ class PlainWeights:
             }
 
     def without_meaning(self, unexpected: Collection[str], tensors: Mapping[str, Any]) -> set[str]:
-        """Return none, because every tensor has a meaning."""
+        """Return an empty set, because every tensor has a meaning."""
         return set()
 
     def check(self, model: PreTrainedModel) -> None:

@@ -42,7 +42,7 @@ class Scales(NamedTuple):
 class Quantised:
     """A weight [out, in]: `values` * scale[:, None], or each block of 128 x 128 times its scale.
 
-    int4: (number - zero) * scale, with a zero and a scale per group of consecutive inputs."""
+    int4: (value - zero) * scale, with a zero point and a scale per group of consecutive inputs."""
 
     values: Tensor  # [out, in], int8 or float8_e4m3fn; int4: uint8 [out, in / 2], first in the low nibble
     scale: Tensor  # float32: [out]; e4m3 in blocks: [out / 128, in / 128]; int4: [out, groups]
@@ -66,10 +66,10 @@ class Quantised:
         largest_of_rows: for a shard of columns, maps the maxima [out] of the shard's rows to those of the complete
         rows.
 
-        Scales are chosen per row, so that the row's maximum becomes 127 or 448.  The error of a value is at most half a
-        scale (int8), or a 16th of the value, or scale / 1024 if that is more (e4m3).
+        8-bit scales are per row, so that the row's maximum becomes 127 (int8) or 448 (e4m3).  The error of an int8
+        value is at most half a scale; that of an e4m3 value is at most a 16th of it, or scale / 1024 if that is more.
 
-        int4 weights have a scale and a zero point per 32 inputs, so that the values of a group and zero lie within 0 to
+        int4 weights have a scale and a zero point per 32 inputs, chosen so that zero and the group's values map to 0 to
         15.  The error of a value is at most 0.51 scales.  Scales are exact in float16, except for those below 2^-14."""
         if dtype == torch.uint8:
             return cls._of_4_bits(weight.detach())
@@ -105,9 +105,9 @@ class Quantised:
 
     @staticmethod
     def join(parts: Iterable[Quantised]) -> Quantised:
-        """Return one weight made of several with the same input and dtype: their rows, one after another.
+        """Concatenate the rows of weights with the same input and dtype.
 
-        A single weight is not copied. int4 groups become as small as the smallest groups of all parts."""
+        A single weight is not copied.  int4 groups become as small as the smallest groups of all parts."""
         parts = list(parts)
         if len(parts) == 1:
             return parts[0]
@@ -165,14 +165,14 @@ def _pieces(weight: Tensor) -> Iterator[slice]:
 
 
 class QuantisedLinear(nn.Module):
-    """nn.Linear over a quantised weight: the reference, which dequantises in every call.  [..., in] -> [..., out]."""
+    """nn.Linear that dequantises its weight in every call, the reference of our GEMMs.  [..., in] -> [..., out]."""
 
     def __init__(self, quantised: Quantised, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.out_features, self.in_features = quantised.shape
         self.quantised = quantised  # no parameter, because its dtypes are not the model's
         self.bias = bias
-        # As in PackedLinear: code may read its dtype; code that computes with it fails at load.
+        # Other code may read the dtype of this empty tensor.  Code that computes with it fails at load.
         self.weight = torch.empty(0, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:

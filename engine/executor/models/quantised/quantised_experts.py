@@ -6,7 +6,7 @@
     other layers  `pack_experts`: the same inside transformers' layers, for experts in e4m3
     elsewhere     `widen_experts` makes transformers' module of it, in the dtype of the model
 
-Which devices have such kernels: `packs_experts`.
+`packs_experts` decides which devices have such kernels.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StoredExpertWeight(Protocol):
         """Return the weight as transformers' module has it."""
 
     def packed(self, *, gate_up: bool) -> ops.PackedRows:
-        """Return the weight as `ops.experts` takes it.  gate_up: it is that of gate and up."""
+        """Return the weight as `ops.experts` takes it.  gate_up: it is the weight of gate and up, not of down."""
 
     def to(self, move: Callable[[Tensor], Tensor]) -> Self:
         """Return the weight with `move` applied to its tensors."""
@@ -101,10 +101,10 @@ class StoredMxfp4:
 
 
 class QuantisedExperts(nn.Module):
-    """Experts whose weights are quantised: the reference, which dequantises them in every call."""
+    """Experts that dequantise their weights in every call, the reference of our kernels."""
 
     def __init__(self, plain: Any, gate_up: StoredExpertWeight, down: StoredExpertWeight, dtype: torch.dtype) -> None:
-        """plain: transformers' module, which keeps its biases.  dtype: of the model."""
+        """plain: transformers' module, which keeps its biases.  dtype: dtype of the model."""
         super().__init__()
         self.plain, self.gate_up, self.down, self.dtype = plain, gate_up, down, dtype
         self._release()
@@ -150,7 +150,7 @@ class PackedExperts(nn.Module):
         self.gate_up, self.down = gate_up, down
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts: hidden_states [.., hidden], the others [T, k]."""
+        """Return the weighted sum of each token's experts.  hidden_states [.., hidden], top_k_* [T, k]."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         chosen, weights = top_k_index.to(torch.int32).contiguous(), top_k_weights.to(torch.float32).contiguous()
         plus = torch.zeros_like(x, memory_format=torch.contiguous_format)
@@ -159,7 +159,7 @@ class PackedExperts(nn.Module):
 
 
 def whole_experts(weights: set[str]) -> set[str]:
-    """Return the modules of which both weights are among these names."""
+    """Return the modules of experts whose two weights are both among these names."""
     modules = {name.rpartition(".")[0] for name in weights}
     return {module for module in modules if all(f"{module}.{name}" in weights for name in WEIGHTS)}
 
@@ -173,7 +173,7 @@ def await_experts(plain: Any) -> None:
 
 
 def settled_experts(plain: Any, scales: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
-    """Return the experts of `await_experts`, whose blocks are set.  scales: by name of the weight.
+    """Return the experts of `await_experts`, whose blocks are set.  scales: weight name -> scales.
 
     Dequantises them if a scale is out of the kernels' range."""
     gate_up, down = (StoredMxfp4(getattr(plain, name).detach(), scales[name]) for name in WEIGHTS)

@@ -81,12 +81,12 @@ def kept_kinds(device: torch.device, dtype: torch.dtype) -> set[Kept]:
     return {"fp8", "fp8 blocks", "int4"} if ops.multiplies_blocks(device) else {"fp8", "int4"}
 
 
-# Kinds of linear layers; experts in mxfp4 are no such layers.
+# Format of a stored weight -> format of the linear layer that keeps it.  Only experts are stored in mxfp4.
 ROUNDED: dict[Kept, Kind] = {"int8": "int8", "fp8": "fp8", "fp8 blocks": "fp8", "int4": "int4"}
 
 
 def _units(kind: Kept, device: torch.device) -> tuple[int, int]:
-    """Return the values of which the sizes (in, out) of a layer must be multiples."""
+    """Return the divisors that the sizes (in, out) of a layer must have."""
     if kind == "int4":
         return (ops.INT4_BLOCK, 1) if device.type == "cpu" else (ops.INT4_GPU_INNER, ops.INT4_GPU_OUT)
     if kind == "fp8 blocks":
@@ -166,7 +166,7 @@ class Quantising:
         self.kept_rows: set[str] = set()  # modules, as files have them, of single experts whose e4m3 values are served
         self._own_experts, self._stored_experts = own_experts, StoredExperts(())
         self._fp8_experts: set[str] = set()  # modules of experts that are served in e4m3
-        self._quantised_experts = False  # some of them were rounded here
+        self._quantised_experts = False  # whether some of these were rounded here, not stored in e4m3
         self.scales_of_experts: dict[str, Tensor] = {}  # scales by weight, until the model is settled
         self._rounded_head = False
 
@@ -251,7 +251,7 @@ class Quantising:
 
     def _swap_experts(self, model: PreTrainedModel) -> None:
         """Make experts that our kernels can compute in e4m3 await their weights.  Logs the others, and why."""
-        # No kernel multiplies by experts in int4.
+        # No kernel takes int4 experts: on a GPU, --quantize int4 rounds experts to e4m3.
         rounds = self.kind == "fp8" or (self.kind == "int4" and self._device.type != "cpu")
         if not (self._stored_experts or rounds):
             return
@@ -274,7 +274,7 @@ class Quantising:
             log.info("experts of %d layers (%s) are not served in fp8: %s", layers, name, reason)
 
     def _refusal(self, model: PreTrainedModel, experts: Any) -> str:
-        """Return why no kernel of the device multiplies by these experts in e4m3; empty: one does."""
+        """Return why no kernel of the device can compute these experts in e4m3; empty: one can."""
         if self._ranks.size > 1:
             return "several ranks"
         if not packs_experts(self._device, experts.down_proj.dtype):

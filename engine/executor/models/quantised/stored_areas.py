@@ -144,7 +144,7 @@ def _order(stored: PartSlices, columns: slice) -> Parts:
 
 
 def _groups(how: Quantisation, order: Parts, columns: slice) -> slice:
-    """Return the range of groups whose scales are read; g_idx counts all groups of the weight."""
+    """Return the range of groups whose scales are read: all if there is a g_idx, which names groups of the weight."""
     return slice(None) if order or not how.group else _shrunk(columns, how.group)
 
 

@@ -100,7 +100,7 @@ class QuantisedWeight:
     def _read(self, where: Where | None) -> tuple[dict[str, Tensor], Where]:
         """Return the stored tensors of an area, and the position of `where` in the weight that they make."""
         stored = self.parts
-        if self.quantising.kept.get(self.module) == "int4":  # `exact_modules` has checked that it is trivial
+        if self.quantising.kept.get(self.module) == "int4":  # `exact_modules` keeps only groups of consecutive columns
             stored = {part: tensor for part, tensor in stored.items() if part != "g_idx"}
         if where is None:
             return {part: tensor[...] for part, tensor in stored.items()}, ()
@@ -186,7 +186,7 @@ class StoredWeights:
             raise UnsupportedModel(f"{self.kind}: {weight} is quantised by {self.how.method}, but {error}") from error
 
     def _is_ignored(self, module: str, tensor: str) -> bool:
-        """Whether the config says that a module is not quantised; tensor: one of the module's own."""
+        """Whether the config says that a module is not quantised; tensor: name of one of the module's tensors."""
         in_file = self._tensors[tensor].name.removesuffix(tensor.removeprefix(module))
         return self.how.ignores(module, [in_file, self._names.whole(module)])
 
@@ -256,7 +256,7 @@ class StoredWeights:
     def without_meaning(self, unexpected: Collection[str], tensors: Mapping[str, Any]) -> set[str]:
         """Return the tensors that the model does not have and that change nothing: biases of zeros.
 
-        Some versions of gptq gave one to each layer that they quantised."""
+        Some versions of gptq added such a bias to each layer that they quantised."""
         return {name for name in unexpected if self._is_no_bias(name, tensors)}
 
     def _is_no_bias(self, name: str, tensors: Mapping[str, Any]) -> bool:

@@ -34,7 +34,7 @@ class Projected(NamedTuple):
 
 
 def grouped(layer: Any, x: Tensor) -> Projected:
-    """Qwen3-Next: two linear layers, whose outputs are ordered by key head."""
+    """Project as Qwen3-Next: two linear layers, whose outputs are ordered by key head."""
     tokens, groups = len(x), layer.key_heads
     each = layer.heads // groups
     parts = [layer.keys, layer.keys, each * layer.values, each * layer.values]
@@ -45,12 +45,12 @@ def grouped(layer: Any, x: Tensor) -> Projected:
 
 
 def joined(layer: Any, x: Tensor) -> Projected:
-    """Qwen3.5: one linear layer for q, k and v."""
+    """Project as Qwen3.5: one linear layer for q, k and v."""
     return Projected(layer.in_proj_qkv(x), layer.in_proj_z(x), layer.in_proj_b(x), layer.in_proj_a(x))
 
 
 def separate(layer: Any, x: Tensor) -> Projected:
-    """OLMo Hybrid: a linear layer for each."""
+    """Project as OLMo Hybrid: one linear layer each for q, k, v, z, b and a."""
     qkv = torch.cat([layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)], dim=1)
     return Projected(qkv, layer.g_proj(x), layer.b_proj(x), layer.a_proj(x))
 

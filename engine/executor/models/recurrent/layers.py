@@ -1,4 +1,4 @@
-"""Shared by layers with recurrent state: a causal convolution, and a linear recurrence over a state.
+"""What layers with recurrent state are made of: a causal convolution, and a linear recurrence.
 
 A step packs T tokens of S sequences.  Both operators read and update the live state of each sequence's slot, and give a
 token the same bits in any batch and any chunking of its prompt.
@@ -30,7 +30,7 @@ class Convolution(nn.Module):
         """silu: apply silu to the result."""
         super().__init__()
         self.silu = silu
-        # Plain tensors, because they are not weights of a GEMM.
+        # Plain tensors instead of parameters, because they are not weights of a GEMM.
         self.taps = plain.weight.detach()[:, 0].T.float().contiguous()  # [taps, channels]
         self.bias = None if plain.bias is None else plain.bias.detach().float()
         self.state: tuple[int, int] = self.taps.shape[0] - 1, self.taps.shape[1]

