@@ -1,6 +1,6 @@
 // Layout of the quantised weights of experts, shared by the kernels of all devices.
 //
-//   weight    [experts, row tiles, slabs, 2, tile bytes] u8: of each row tile 64 low rows ([0]) and 64 high rows ([1])
+//   weight    [experts, row tiles, slabs, 2, tile bytes] u8: a row tile has 64 low rows ([0]) and 64 high rows ([1])
 //   gate_up   low rows: gate, high rows: up         down   low rows: first half of hidden, high rows: second half
 //   a tile    64 rows x 64 elements (a slab) of an expert: values, then scales; rows past the last one are zeros
 //
@@ -26,8 +26,9 @@ constexpr int kFp8Values = kRows * kColumns, kFp8Bytes = kFp8Values + kRows * 4;
 
 constexpr int tile_bytes(Format format) { return format == Format::mxfp4 ? kMxfp4Bytes : kFp8Bytes; }
 
-// mxfp4: a value of bits s e1 e0 m becomes the bfloat16 (s e1 e0 m at bits 15, 8, 7, 6) * 2^126.  The positions of
-// these bits in each half of a word depend on the pair p, so that one or two shifts and masks move them there.
+// mxfp4: a value with the bits s e1 e0 m becomes the bfloat16 (s e1 e0 m at bits 15, 8, 7, 6) * 2^126.  The positions
+// of these bits in each half of a word depend on the pair p, so that one or two shifts and masks move all of them to
+// their places.
 struct Field {
   int sign, e1, e0, m;  // bit within the half
 };

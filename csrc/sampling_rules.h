@@ -1,6 +1,6 @@
 // Rules of sampling, shared by all devices, so that equal logits give equal tokens on all of them.
 //
-//   x       a row's logits, adjusted (below), float32
+//   x       a row's logits, float32, after penalties, bias and masks (`adjusted`)
 //   w       2^((x - max x) * scale), scale = log2(e) / temperature: one polynomial, one order of operations (exp2 of
 //           cpu/simd.h, exp2_as_cpu of cuda/sampling/sampling.cu)
 //   weight  w in fixed point: an integer, round(w * 2^30); the most probable token has 2^30
@@ -136,8 +136,8 @@ QUIRE_SHARED uint64_t share(float p, uint64_t total) {
   return up > 0 ? up : 1;
 }
 
-// Floors are found by histograms over the leading bits of w: its exponent and five bits of its fraction, which sort as
-// w does.  Bucket 0 holds tokens without weight (w < 2^-31), and w = 1 falls near the last bucket.
+// Floors are found by histograms over the leading bits of w: its exponent and five bits of its fraction, whose order is
+// that of w.  Bucket 0 holds tokens without weight (w < 2^-31), and w = 1 falls near the last bucket.
 constexpr int kBuckets = 1024;
 constexpr int kBucketShift = 23 - 5;
 constexpr int32_t kBucketBase = ((127 - 31) << 5) - 1;

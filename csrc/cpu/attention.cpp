@@ -2,7 +2,7 @@
 //
 // A *row* is one query head of one query.  The rows of a sequence that read one KV head have indices query * G + head,
 // where G = H / Hkv.  They are split into items of at most kRows rows.  So a loaded key serves the G heads of a
-// decoding sequence, or 32 / G consecutive queries of a prompt chunk.
+// decoding sequence, or up to 32 / G consecutive queries of a prompt chunk.
 //
 //   keys    0 ........ 64 ....... 128 ....... 192 ....... 256 ....                       ...... position of the query
 //   tile    |-- 64 --|-- 64 --|-- 64 --|-- 64 --|               online softmax within a split (Milakov 2018)
@@ -31,14 +31,16 @@ constexpr int kRows = 32;
 constexpr int kTile = 64;                 // keys; a multiple of kLanes and of every block size
 constexpr int kSplit = 256;               // keys; a multiple of kTile
 constexpr int kVectors = kTile / kLanes;  // vectors with one float per key of a tile
-// Floats from one chunk of a tile to the next.  The + 1 keeps the chunks of a key in different sets of the L1 cache.
+// Distance between two chunks of a tile, in floats.  The + 1 puts the chunks of a key into different sets of the L1
+// cache.
 constexpr int kChunk = (kTile + 1) * kLanes;
 constexpr float kNone = -std::numeric_limits<float>::infinity();
-// Items of up to this many rows read keys and values in place.  For more rows it is faster to widen them into a tile.
+// Items of up to this many rows read keys and values in place.  With more rows it is faster to widen the keys and
+// values into a tile first.
 constexpr int kInPlace = 4;
 constexpr float kLog2e = 1.4426950408889634f;
 
-// Cost (see `cost`) below which waking a second thread takes longer than it saves.
+// Cost (Item::cost) below which waking a second thread takes longer than it saves.
 constexpr int64_t kWorthSharing = 2000;
 
 struct Item {
@@ -51,7 +53,7 @@ struct Item {
   }  // 3: loading a key and its value takes as long as 3 rows
 };
 
-// Softmax state of some rows over some keys: weights are 2^(score - max), acc is the weighted sum of values.
+// Online-softmax state of each row of an item: a key's weight is 2^(score - max), acc is the weighted sum of values.
 struct State {
   float max[kRows];
   float sum[kRows];
@@ -66,8 +68,8 @@ struct State {
 
 template <class Kv>
 struct Scratch {
-  // Addresses of the rows of this tile's keys, of its values, and of the next tile's keys.  Unneeded keys have the
-  // address of a needed key.
+  // Addresses in the caches of this tile's keys, its values and the next tile's keys.  A key that no row sees gets the
+  // address of another key.
   const Kv *keys[kTile], *values[kTile], *next[kTile];
   alignas(64) float query[kRows * kMaxHeadSize];  // [rows, padded head size], padding zero
   // Keys, then values, in chunks of kLanes elements: [chunks, keys + 1, kLanes], padding zero.  Chunks are outermost so
@@ -81,8 +83,8 @@ struct Scratch {
 
 float exp2_one(float x) { return exp2(broadcast(x))[0]; }
 
-// Writes from [count] to `to` as float, in chunks of kLanes elements, `stride` floats apart.  Zeros fill up the last
-// chunk.
+// Converts `from` [count] to float, in chunks of kLanes elements that lie `stride` floats apart in `to`.  Zeros fill up
+// the last chunk.
 template <class T>
 void widen(float* to, int stride, const T* from, int64_t count) {
   int64_t i = 0;
@@ -111,8 +113,8 @@ void dot(float* score, const float* query, const At& at, int key, int dim) {
   unroll<R>([&](auto r) { std::memcpy(score + r * kTile + key, reinterpret_cast<const float*>(&all) + r * K, 4 * K); });
 }
 
-// Computes acc[r] = acc[r] * rescale[r] + the sum over keys [first, last) of weight[r, key] * value of key.
-// Covers R rows and the C chunks from `chunk` on.  Here at(k, c) returns chunk c of the value of key k.
+// Computes acc[r] = acc[r] * rescale[r] + the sum over keys [first, last) of weight[r, key] * value of key, for R rows
+// and the C chunks from `chunk` on.  at(k, c) returns chunk c of the value of key k.
 template <int R, int C, class At>
 void add_values(float* acc, const float* rescale, const float* weight, const At& at, int chunk, int first, int last,
                 int dim) {
@@ -146,7 +148,7 @@ void each_group(int rows, const Use& use) {
   if (rows > r) use(r, std::integral_constant<int, 1>{});
 }
 
-// Merges the state of one split into `into`.  Called split after split, from left to right.
+// Merges the state of one split into `into`.  The caller must merge splits from left to right.
 void merge(State& into, const float* max, const float* sum, const float* acc, int rows, int dim) {
   for (int r = 0; r < rows; ++r) {
     if (max[r] == kNone) continue;  // no key of this split is visible to the row
@@ -172,7 +174,7 @@ class Attention {
     plan();
     share(static_cast<int64_t>(items_.size()), threads_, [&](Tickets& tickets) {
       Scratch<Kv> scratch;
-      // Takes the next item early, so that its first keys are prefetched while the present item is computed.
+      // Takes the next item early: its first keys are prefetched while the present item is computed.
       int64_t i, next;
       for (bool more = tickets.take(i); more; i = next) {
         more = tickets.take(next);
@@ -249,7 +251,7 @@ class Attention {
     return a_.window > 0 ? static_cast<int>(std::max<int64_t>(0, position + 1 - a_.window)) : 0;
   }
 
-  // Offset of a row of this item in q or out.
+  // Offset, in elements, of a row of the item in q or out.
   int64_t row_offset(const Item& item, int row, int64_t token_stride, int64_t head_stride) const {
     const int64_t token = a_.q_start[item.seq] + (item.row + row) / group_;
     const int64_t head = item.kv_head * group_ + (item.row + row) % group_;
@@ -348,8 +350,8 @@ class Attention {
     }
   }
 
-  // Computes s.weight = scores of all rows, undefined for keys that no row sees.  Prefetches the rows of `ahead`
-  // meanwhile.
+  // Computes s.weight = scores of all rows, undefined for keys that no row sees.  Meanwhile prefetches the keys or
+  // values at the addresses in `ahead`.
   template <class At>
   void multiply(const Item& item, int tile, Scratch<Kv>& s, const At& at, const Kv* const* ahead) const {
     each_group(item.rows, [&](int r, auto R) {
@@ -393,7 +395,8 @@ class Attention {
     std::fill(rows + (end - tile), rows + kTile, rows[begin - tile]);
   }
 
-  // to [chunks, kTile + 1, kLanes] = rows [begin, end) as float; other rows of `to` keep their contents.
+  // Converts the keys or values at rows[begin] .. rows[end - 1] to float: `to` [chunks, kTile + 1, kLanes].  Other keys
+  // in `to` keep their contents.
   void gather(float* to, const Kv* const* rows, int begin, int end, const Kv* const* ahead) const {
     for (int i = begin; i < end; ++i) {
       fetch(ahead[i]);
@@ -401,7 +404,7 @@ class Attention {
     }
   }
 
-  // Prefetches a row.  Blocks lie anywhere, so the hardware prefetcher cannot predict the next one.
+  // Prefetches a key or value.  Blocks lie anywhere in memory, so the hardware prefetcher cannot predict the next one.
   void fetch(const Kv* row) const {
     const char* line = reinterpret_cast<const char*>(row);
     for (int64_t i = 0; i < a_.head_size * int64_t{sizeof(Kv)}; i += 64) __builtin_prefetch(line + i, 0, 2);
@@ -428,7 +431,7 @@ class Attention {
       } else {
         score[v] = score[v] * broadcast(scale * kLog2e);
       }
-      // Scores of invisible keys may be arbitrary, including NaN: select instead of computing.
+      // Scores of keys that the row does not see may be NaN, so a select replaces them: adding -inf would keep the NaN.
       const Ints key = lane_indices() + k;
       score[v] = ((key >= first) & (key < last)) ? score[v] : broadcast(kNone);
     });

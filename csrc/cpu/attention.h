@@ -18,7 +18,7 @@ struct AttentionArgs {
   const void* v_cache;
   int64_t k_block_stride, v_block_stride;  // elements from one block to the next
   const float* scales;                     // [2, Hkv], for keys and for values, if the cache is e4m3; else null
-  const float* sinks;  // [H]: attention sink, a score without a value in every softmax of its head; or null
+  const float* sinks;  // [H]: attention sinks: a score without a value in every softmax of a head; or null
 
   const int32_t* tables;   // [max_rows, max_blocks]
   int64_t table_stride;    // elements
@@ -38,8 +38,8 @@ struct AttentionArgs {
 //
 // A query's result depends only on the query, its position, its visible keys and values, window, soft cap and sinks.
 // It does not depend on other sequences, the chunks of its prompt, block ids, block size or the number of threads.  One
-// exception: an infinite or NaN value may reach earlier queries of the same chunk, as 0 * inf.  The kernel never reads
-// a key that no query of this call sees.
+// exception: if a value is infinite or NaN, earlier queries of the same chunk may become NaN, by 0 * inf.  The kernel
+// never reads a key that no query of this call sees.
 template <class T, class Kv>
 void paged_attention(const AttentionArgs& args);
 

@@ -1,5 +1,5 @@
-// Operators on the device copy of the block tables.  Per slot there are the block table of its sequence, its next input
-// token and that token's position.  csrc/ops.cpp has the shapes.
+// Operators on the device copy of the block tables.  A slot has the block table of its sequence, the next input token
+// and that token's position.  csrc/ops.cpp has the shapes.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// Moves keys and values: into the cache, between blocks, and over blocks.  Rows are opaque bytes, unless the dtype
-// changes.
+// Operators that write keys and values into the cache, copy and fill blocks, and gather blocks into a buffer.  They
+// move bytes, and convert only to e4m3.
 
 #pragma once
 
@@ -25,8 +25,8 @@ struct TokenRows {
 void kv_write(TokenRows key, TokenRows value, Cache k_cache, Cache v_cache, const int64_t* kv_indices, int64_t tokens,
               int64_t kv_heads, int64_t block_size, int64_t row_bytes, int threads);
 
-// kv_write into e4m3 caches: value / scale, rounded to nearest, at most 448.  T: float, bf16 or fp16. scales [2, Hkv],
-// for keys and for values.
+// kv_write into e4m3 caches: an element is divided by the scale, rounded to nearest and limited to +-448.  T: float,
+// bf16 or fp16.  scales [2, Hkv], for keys and for values.
 template <class T>
 void kv_write_e4m3(TokenRows key, TokenRows value, Cache k_cache, Cache v_cache, const float* scales,
                    const int64_t* kv_indices, int64_t tokens, int64_t kv_heads, int64_t block_size, int64_t head_size,
@@ -41,8 +41,8 @@ void block_copy(const std::vector<Cache>& caches, const int64_t* pairs, int64_t 
 void block_fill(const std::vector<Cache>& caches, const int64_t* blocks, int64_t count, int64_t block_bytes,
                 const char* element, int64_t element_bytes, int threads);
 
-// buffer [count, caches, block_bytes].  gather copies block blocks[i] of cache c to buffer[i][c]; scatter copies
-// buffer[i][c] to that block.
+// buffer [count, caches, block_bytes].  block_gather copies block blocks[i] of cache c to buffer[i][c]; block_scatter
+// copies buffer[i][c] back to that block.
 void block_gather(const std::vector<Cache>& caches, const int64_t* blocks, int64_t count, int64_t block_bytes,
                   char* buffer, int threads);
 void block_scatter(const std::vector<Cache>& caches, const int64_t* blocks, int64_t count, int64_t block_bytes,

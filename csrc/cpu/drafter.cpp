@@ -11,12 +11,13 @@ constexpr int64_t kAhead = 8;  // prefetch distance of `find`, in slots
 // Draft tokens found in one text that continue another text, or the same text.
 struct Continuation {
   int match = 0;
-  float score = 0;  // sum over the draft tokens of the fraction of places that agree
+  float score = 0;  // for each draft token the fraction of places that agree on it, summed
   int count = 0;
   int32_t tokens[kDepth];
 };
 
-// Token `at` of the text.  If a text is drafted from itself, tokens past its end are its drafts: it may repeat itself.
+// Token `at` of the text; kEnd: there is none.  If the text continues itself, its drafts follow its last token, because
+// the text may repeat past its end.
 int32_t token_at(const Text& text, const Continuation& draft, int64_t at, bool itself) {
   if (at < text.size()) return text[at];
   const int64_t beyond = at - text.size();
@@ -50,7 +51,7 @@ void follow(const Text& text, int32_t* places, int count, bool itself, Continuat
   }
 }
 
-// Finds drafts in `text` that continue `own`.  place: last place in `text` of the two tokens that end `own`; -1: none.
+// Finds drafts in `text` that continue `own`.  place: last place in `text` of the last two tokens of `own`; -1: none.
 Continuation continuation(const Text& own, const Text& text, int32_t place, int least) {
   Continuation draft;
   const int64_t end = own.size() - 1;
@@ -216,7 +217,7 @@ int64_t Drafter::length(int64_t number) const { return slots_[number].length; }
 
 std::vector<Draft> Drafter::find(const int64_t* slots, const int64_t* tokens, int64_t count, int least) {
   for (int64_t i = 0; i < count; ++i) {
-    if (i + kAhead < count) {  // a slot takes three cache lines
+    if (i + kAhead < count) {  // a Slot covers three cache lines
       const char* ahead = reinterpret_cast<const char*>(&slots_[slots[i + kAhead]]);
       for (size_t at = 0; at < sizeof(Slot); at += 64) __builtin_prefetch(ahead + at);
     }

@@ -1,18 +1,18 @@
 // Drafts without a draft model (n-gram lookup): the tokens that followed earlier occurrences of a text's last tokens.
 // A *place* is a token's index in its text.  A text is indexed by pairs of tokens, in chains as in LZ77: a hash table
-// has the last place of each pair, and `previous` has the pair's place before each place.  So a token takes one
-// insertion, and the places give the counts that a trie of depth kDepth would have:
+// has the last place of each pair, and `previous` links each place to the pair's place before it.  So each new token
+// takes one insertion, and the places give the counts that a trie of depth kDepth would have:
 //
 //   text     .. a b c d .. x b c e .. b c d .. a b c |      the last tokens are [a b c]
 //   places   of the pair (b, c), the newest kPlaces; those with the longest match stay: [a b c] once
 //   drafts   the token that follows most of these places, repeated while the fraction of places that agree is at least
 //            kMinShare; at most as many drafts as tokens match
 // For a slot three texts are searched: its own prompt and answer, the recent answers of its owner, and the client's
-// prediction.  The drafts come from the text whose fractions have the maximum sum.
+// prediction.  Each gives drafts; those with the largest sum of fractions are returned.
 //
-// Most look-ups of a step find nothing, and read memory that the model's weights have evicted from the caches since the
-// last step.  So a chain holds one pair only (a miss reads one entry of the table), and `find` prefetches the entries
-// of all slots before it reads the first one.
+// Most look-ups of a step find nothing, and read memory that the model's weights have evicted from the CPU's caches
+// since the last step.  So a chain holds one pair only (a miss reads one entry of the table), and `find` prefetches the
+// entries of all slots before it reads the first one.
 //
 // After "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications" (arXiv 2411.04975).
 
@@ -28,9 +28,9 @@
 namespace quire::cpu {
 
 constexpr int kDepth = 24;         // maximum tokens of a match, and so of a draft
-constexpr int kPlaces = 32;        // maximum places of a pair that are read, the newest
+constexpr int kPlaces = 32;        // newest places of a pair that are read
 constexpr int kNewest = 8;         // capacity of Text::newest_
-constexpr float kMinShare = 0.1f;  // estimated probability of a draft below which it ends
+constexpr float kMinShare = 0.1f;  // minimum fraction of places that agree on a draft token
 constexpr int32_t kEnd = -1;       // separates the answers of an owner; not a token
 
 uint64_t pair_hash(int32_t first, int32_t second);
@@ -72,9 +72,9 @@ class Text {
   int shift_ = 64;  // 64 - log2 of the entries
   int32_t last_ = kEnd;
   std::vector<Place> places_;
-  Place newest_[kNewest];       // places after `places_`: most appends access only the Text itself and its table
+  Place newest_[kNewest];       // places after `places_`, kept in the Text itself: an append seldom accesses `places_`
   int fresh_ = 0;               // number of places in newest_
-  std::vector<Entry> entries_;  // open addressing, at most three quarters are used
+  std::vector<Entry> entries_;  // hash table with open addressing, at most three quarters full
 };
 
 struct Draft {
@@ -91,7 +91,7 @@ class Drafter {
   void begin(int64_t slot, const std::string& owner, const int64_t* tokens, int64_t count, int64_t prompt,
              const int64_t* predicted, int64_t predictions);
   void extend(int64_t slot, const int64_t* tokens, int64_t count);
-  int64_t length(int64_t slot) const;  // tokens of the slot so far, with its prompt
+  int64_t length(int64_t slot) const;  // tokens of the slot so far, including its prompt
   // Appends a token to each of these slots, and looks up every slot that has changed.  Skips slots without a sequence.
   // Drafts need a match of at least `least` tokens.
   std::vector<Draft> find(const int64_t* slots, const int64_t* tokens, int64_t count, int least);
@@ -114,7 +114,7 @@ class Drafter {
     bool open = false, changed = false;
   };
   std::shared_ptr<Text> answers_of(const std::string& owner);
-  void push(Slot& slot, int32_t token);  // set `pair` first
+  void push(Slot& slot, int32_t token);  // slot.pair must be set first
   void note(int64_t number);
   void look(int64_t number, int least, std::vector<Draft>& found);
 

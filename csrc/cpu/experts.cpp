@@ -35,7 +35,7 @@ float dot(const T* a, const T* b, int64_t size) {
   return sum(products);
 }
 
-// Whether logit a is chosen before logit b, which has a higher index.  NaN is the maximum or the minimum, by its sign.
+// Whether logit a ranks before logit b, where b has the higher index.  NaN is above or below all other values, by its sign.
 bool at_least(float a, float b) {
   const auto key = [](float x) {
     const uint32_t bits = bit_cast<uint32_t>(x + 0.0f);  // -0 becomes 0

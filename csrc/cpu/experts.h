@@ -29,7 +29,7 @@ struct ExpertsArgs {
   const T* x;                                    // [tokens, hidden]
   const int32_t* chosen;                         // [tokens, top]
   const float* weights;                          // [tokens, top]
-  std::optional<experts_layout::Format> packed;  // layout of gate_up and down; none: T, as below
+  std::optional<experts_layout::Format> packed;  // format of gate_up and down (experts_layout.h); none: rows of T
   const void* gate_up;    // [experts, 2 * inner, hidden]: gate rows, then up rows; alternating if clamped
   const T* gate_up_bias;  // [experts, 2 * inner], or null
   const void* down;       // [experts, hidden, inner]
@@ -43,7 +43,8 @@ struct ExpertsArgs {
   int threads;
 };
 
-// out += sum over a token's experts of weight * (down activation(gate, up) + down_bias), rounded once before it is added.
+// out += sum over a token's experts of weight * (down activation(gate, up) + down_bias), rounded once before it is
+// added.
 template <class T>
 void experts(const ExpertsArgs<T>& args);
 

@@ -10,11 +10,11 @@
 
 namespace quire::cpu {
 
-// Integer to which a row's maximum magnitude is mapped: the maximum of two signed bytes, 256 * 127 + 127.
+// Integer to which a row's maximum magnitude is mapped: the maximum of 256 * high + low for signed bytes high and low.
 constexpr float kLargestInteger = 127 * 256 + 127;
 
-// Calls use(k, q), where q are kLanes integers round(x[k] / s), round(x[k + 1] / s), ..., zeros after the last.
-// Returns s, or NaN if a value is not finite.
+// Quantises x [inner]: calls use(k, q) with kLanes integers q: round(x[k] / s), round(x[k + 1] / s), ..., and zeros
+// past the end.  Returns the scale s; NaN if a value is not finite.
 template <class T, class Use>
 float round_row(const T* x, int64_t inner, const Use& use) {
   Words sizes{};  // magnitudes compared as integers: infinities and NaN are the largest
@@ -33,8 +33,9 @@ float round_row(const T* x, int64_t inner, const Use& use) {
   return finite ? 1 / inverse : std::numeric_limits<float>::quiet_NaN();
 }
 
-// Returns sum + w[0] x[0] + w[1] x[1] + ... in every lane.  Each lane of `weights` has its w: four unsigned bytes with
-// VNNI, otherwise two 16-bit integers from 0 to 32,767.  x: as many signed integers of that width, equal for all lanes.
+// Returns sum + w[0] x[0] + w[1] x[1] + ... in every lane.  w is the lane's part of `weights`: four unsigned bytes with
+// VNNI, otherwise two 16-bit integers from 0 to 32,767.  x has as many signed integers of that width, equal for all
+// lanes.
 inline Words multiply_add(Words sum, Words weights, int32_t x) {
 #if defined(__AVX512VNNI__)
   return bit_cast<Words>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(weights), _mm512_set1_epi32(x)));
@@ -49,7 +50,7 @@ inline Words multiply_add(Words sum, Words weights, int32_t x) {
 }
 
 #if defined(__AVX512VNNI__)
-// Stores kLanes 16-bit integers as signed bytes: per four integers, the high bytes, then the low bytes.
+// Stores kLanes 16-bit integers as signed bytes: of every four integers the high bytes, then the low bytes.
 inline void store_bytes(uint8_t* to, Ints q) {
   typedef int8_t Chars __attribute__((vector_size(16)));
   typedef int32_t Quads __attribute__((vector_size(16)));  // four bytes per lane

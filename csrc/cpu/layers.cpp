@@ -37,19 +37,19 @@ Floats sum_of_squares(const T* x, int64_t size) {
   return squares;
 }
 
-// to = from * scale * weight.  to may be from.
+// to = from * scale * weight.  `to` may equal `from`.
 template <class T>
 void apply_norm(T* to, const T* from, const T* weight, Floats scale, int64_t size) {
   over_lanes(size, [&](int64_t i, auto n) { write(to + i, read(from + i, n) * scale * read(weight + i, n), n); });
 }
 
-// Divides by the head's scale if the cache is e4m3.
+// Returns x / scale for an e4m3 cache, and x for other caches.
 template <class To>
 Floats as_stored(Floats x, Floats scale) {
   return std::is_same_v<To, e4m3> ? x / scale : x;
 }
 
-// to = from * cos + (the other half of from, negated for the first half) * sin.  `to` may equal `from`.
+// Rotates a head [size]: with halves (a, b) of `from`, to = (a cos - b sin, b cos + a sin).  `to` may equal `from`.
 template <class To, class T>
 void rotate(To* to, const T* from, const T* cos, const T* sin, int64_t size, Floats scale) {
   const int64_t half = size / 2;

@@ -1,6 +1,6 @@
-// A task is some rows of one adapter.  Up to kRows of them are computed at once: A x into a buffer, then B h strip by
-// strip into their rows of y.  If a call has fewer tasks than threads, the threads share each of its GEMMs (`product`)
-// instead, for which the rows of x and y are gathered.  Both ways sum in the same order.
+// A task is some rows of one adapter.  A thread computes up to kRows rows at once: h = A x into a buffer, then B h,
+// strip by strip, into the rows of y.  If a call has fewer tasks than threads, the rows of x and y are gathered and all
+// threads share each GEMM (`product`).  Both ways sum in the same order.
 
 #include "cpu/lora.h"
 
@@ -42,7 +42,7 @@ std::vector<LoraTask<T>> tasks_of(const LoraArgs<T>& args) {
   return tasks;
 }
 
-// Buffers of a thread: rows of x and of h = A x, padded so that equal positions of two rows fall into other cache sets.
+// Buffers of a thread: rows of x and of h = A x.  Padding puts equal positions of two rows into different cache sets.
 template <class T>
 struct LoraBuffers {
   LoraBuffers(int64_t inner, int64_t ranks)
@@ -57,7 +57,7 @@ struct LoraBuffers {
   const std::unique_ptr<Met<T>[]> values;
 };
 
-// h = a strip of A times x, rounded to T.  vectors: as in multiply_rows.
+// Computes one strip of h = A x, rounded to T.  vectors: as in multiply_rows.
 template <class T, int rows, int vectors>
 void shrink(const LoraArgs<T>& args, const T* weight, LoraBuffers<T>& buffers, int64_t rank) {
   Floats sums[rows][2] = {};

@@ -1,4 +1,4 @@
-// LoRA adapters on top of a linear layer: rows of several adapters in one call.
+// LoRA adapters of a linear layer, for rows of several adapters in one call.
 //
 //           shrink: A of all parts at once          expand: B of each part
 //   x [n, inner] ────────────> h [n, ranks] ────────────────────────────────> added to columns of y
@@ -15,12 +15,12 @@ namespace quire::cpu {
 
 constexpr int kLoraParts = 3;  // maximum layers that share one GEMM: q, k and v
 
-// What an adapter adds to one of the layers that share a GEMM.
+// An adapter's B for one of the layers that share a GEMM.
 template <class T>
 struct LoraPart {
-  const T* b;          // packed [features, rank], with the adapter's scale in it
+  const T* b;          // packed [features, rank], multiplied by the adapter's scale
   int64_t rank;        // 0: the adapter leaves this layer as it is
-  int64_t first_rank;  // first column of h that belongs to it
+  int64_t first_rank;  // first column of h that belongs to this part
   int64_t first;       // first column of y
   int64_t features;
 };
@@ -29,7 +29,7 @@ struct LoraPart {
 template <class T>
 struct LoraGroup {
   const T* a;           // packed [ranks, inner]
-  int64_t ranks;        // sum over the parts; 0: the adapter leaves all layers of this GEMM as they are
+  int64_t ranks;        // sum of the parts' ranks; 0: the adapter leaves all layers of this GEMM as they are
   const int32_t* rows;  // [count]: rows of x and y, ascending
   int64_t count;
   LoraPart<T> parts[kLoraParts];

@@ -1,6 +1,7 @@
 // The thread pool of the CPU kernels.
 //
-// One 64-bit word holds the region under way, so that a thread enters it, or finds it closed, in one atomic operation:
+// One 64-bit word describes the running region, so that a thread enters it, or finds it closed, by one atomic
+// operation:
 //
 //   | generation: 32 bits | wanted: 15 bits | inside: 15 bits | open |       wanted: threads that may still enter
 // The caller publishes a region by writing the word, and closes it by clearing `open` once no ticket is left.  It then
@@ -20,10 +21,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long a thread waits actively for the next region: longer than Python needs between two operators of a step.
+// Time for which a thread spins until the next region: longer than Python takes between two operators of a step.
 constexpr auto kSpin = std::chrono::microseconds(50);
-// How long the caller waits actively for threads that compute their last tickets.  A thread that takes longer may have
-// lost its core.  The caller then sleeps, so that the operating system moves that thread to the caller's core.
+// Time for which the caller spins until the other threads have computed their last tickets.  A thread that takes longer
+// may have lost its core.  The caller then sleeps, so that the operating system moves that thread to the caller's core.
 constexpr auto kLastTickets = std::chrono::microseconds(100);
 constexpr int kLooks = 32;  // polls of the word between two reads of the clock
 
@@ -98,7 +99,7 @@ class Pool {
     }
   }
 
-  // Joins the open region if it needs more threads.  Returns whether it did.
+  // Joins the open region if that needs more threads.  Returns whether this thread has joined.
   bool enter(uint64_t& done) {
     uint64_t now = region_.load(std::memory_order_acquire);
     do {

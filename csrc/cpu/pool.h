@@ -1,16 +1,16 @@
 // Thread pool of the CPU kernels.
 //
-// A call of an operator is a region: integers 0, 1, ... (tickets), which the calling thread and the pool's threads take
-// one by one.  It is work-conserving: a region ends once all tickets are done, even if some threads never joined.
+// A call of an operator is a region.  Its work items have numbers 0, 1, ... (tickets), which the calling thread and the
+// pool's threads take one by one.  The region ends once all tickets are done, even if some threads never joined.
 //   caller   publish ── take, compute, take, compute, none left ── close ── wait for threads inside ── return
 //   thread A    spin ── enter ── take, compute ── none left ── leave ── spin ── ... ── sleep
 //   thread B    (its core runs another process)                             never enters; the caller does not wait
 //
-// OpenMP waits for every thread at the end of each region instead.  With one busy process on the machine, each region
-// then takes as long as the operating system's time slice.
+// OpenMP would wait for every thread at the end of each region.  If another process keeps one core busy, each region
+// would then take as long as the operating system's time slice.
 //
-// Threads wait for the next region actively for kSpin, because the next operator follows within microseconds, and then
-// sleep.  Torch's own operators keep their OpenMP team; the engine limits it to one thread if the pool computes all
+// After a region, threads spin for kSpin, because the next operator usually follows within microseconds, and then
+// sleep. Torch's own operators keep their OpenMP threads; the engine limits these to one if the pool computes all
 // layers.
 
 #pragma once

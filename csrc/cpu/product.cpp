@@ -2,10 +2,10 @@
 // run (kRun consecutive elements) of `inner`:
 //
 //        run of inner          strip
-//      +-------------+      +---------+      up to kRows rows at a time are packed together (`Rows`) and multiplied by a
-//  x   | kRows rows  |   w  | a run   |      strip of weights, in as many accumulators as there are registers. Every element
-//      +-------------+      | of inner|      of the result has its own lane, which sums the run from left to right, so
-//                           +---------+      its neighbours cannot affect its sum.
+//      +-------------+      +---------+      up to kRows rows at a time are packed together (`Rows`) and multiplied by
+//  x   | kRows rows  |   w  | a run   |      a strip of weights, in as many accumulators as there are registers. Every
+//      +-------------+      | of inner|      element of the result has its own lane, which sums the run from left to
+//                           +---------+      right, so its neighbours cannot affect its sum.
 
 #include "cpu/product.h"
 
@@ -17,8 +17,8 @@ namespace quire::cpu {
 namespace {
 
 constexpr int64_t kTaskRows = 8 * kRows;
-// Up to this many rows, each strip is read from first to last before the next one, because sequential reads are
-// prefetched best, and x is packed again for each strip.  With more rows, each packed run of x is used for all strips.
+// Up to this many rows, each strip is read completely before the next strip, because sequential reads are prefetched
+// best; x is packed again for each strip.  With more rows, each packed run of x is used for all strips.
 constexpr int64_t kFewRows = 2;
 
 // Some rows of x over one run, padded so that equal positions of two rows fall into different cache sets.
@@ -28,7 +28,8 @@ struct alignas(64) Rows {
   Met<T> values[kRows * kStride];
 };
 
-// sums [rows, kTaskStrips * kColumns] += x times a strip, over one run (first: =).  steps: steps of kTogether elements.
+// Adds x times a strip, over one run, to sums [rows, kTaskStrips * kColumns], or sets them if `first`.  steps: number
+// of kTogether elements in the run.
 template <class T, int rows>
 void multiply(const Rows<T>& x, const T* weight, int64_t steps, float* sums, bool first) {
   Floats sum[rows][2];

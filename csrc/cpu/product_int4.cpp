@@ -5,9 +5,9 @@
 //     | x0 x2 x1 x3 | ... | sums of groups | its scale |   | w0 w1 w2 w3 of feature 0 | .. of feature 1 | ...
 //       `- a step                                          and in the high halves, of feature kLanes | ...
 //
-// A step has two parts.  Without VNNI weights are widened to 16 bits, like x: first w0 x0 + w2 x2, then w1 x1 + w3 x3,
-// an order in which a shift and a mask unpack them.  With VNNI an element of x is 256 * high + low, two signed bytes,
-// and all four weights are multiplied by the high bytes, then by the low ones.
+// A step has two parts.  Without VNNI, weights are widened to 16 bits, like x: the parts are w0 x0 + w2 x2 and w1 x1 +
+// w3 x3, because a shift and a mask unpack weights in this order.  With VNNI an element of x is 256 * high + low, two
+// signed bytes: one part multiplies all four weights by the high bytes, the other by the low bytes.
 
 #include "cpu/product_int4.h"
 
@@ -87,7 +87,7 @@ struct Run {
   int64_t groups, blocks;  // groups per run, blocks per group
 };
 
-// Loads kLanes bytes; GCC 12 would convert them one by one.
+// Loads kLanes bytes and widens them to 32 bits.  Without intrinsics GCC 12 would convert them one by one.
 inline Words load_zeros(const uint8_t* p) {
 #if defined(__AVX512F__)
   return bit_cast<Words>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
@@ -100,7 +100,7 @@ inline Words load_zeros(const uint8_t* p) {
 #endif
 }
 
-// sums [rows, kColumns] += x times a strip, over one run.  x, x_sums: the run's start in the first row.
+// Adds x times a strip, over one run, to sums [rows, kColumns].  x, x_sums: start of the run in the first row.
 template <int rows, class Scale>
 void multiply(const uint8_t* x, const uint8_t* x_sums, int64_t stride, Run<Scale> run, float* sums) {
   for (int64_t group = 0; group < run.groups; ++group) {
@@ -161,7 +161,7 @@ void scale_and_finish(const Args& args, int64_t row, int64_t column, float* sums
   finish(args, row, column, sums);
 }
 
-// Computes a task.  Weights are read once, sequentially, because sequential reads are prefetched best.
+// Computes a task.  Reads the weights once and sequentially, because sequential reads are prefetched best.
 template <class Scale, class Args>
 void task(const Args& args, const Scale* scale, int64_t first_row, int64_t rows, int64_t first_strip, int64_t strips) {
   alignas(64) float sums[kTaskRows][kColumns];

@@ -14,11 +14,10 @@
 
 namespace quire::cpu {
 
-// Packed layout of a weight [features, inner]: [strips, inner / kInt4Together, kLanes, kInt4Together] bytes.  The low
-// nibble of a byte belongs to one of the first kLanes features of the strip, the high nibble to the feature kLanes
-// further.
+// Packed layout of a weight [features, inner]: [strips, inner / kInt4Together, kLanes, kInt4Together] bytes.  In lane c
+// of a strip, the low nibble belongs to feature c of the strip, and the high nibble to feature kLanes + c.
 constexpr int64_t kInt4Together = 4;
-constexpr int64_t kInt4Block = 32;           // elements of `inner` per block; a group is a multiple of it
+constexpr int64_t kInt4Block = 32;           // elements of `inner` per block; a group consists of blocks
 constexpr int64_t kInt4LargestGroup = 4096;  // 4096 * 15 * 32,639 fits into 32 bits
 
 template <class T, class Out = T>
@@ -30,7 +29,7 @@ struct Int4ProductArgs : ProductArgs<T, Out, uint8_t> {
   uint8_t* workspace;       // [rows, int4_row_bytes(inner, group)], aligned to 64
 };
 
-// Bytes of a row of quantised x: two per element, four per group, and four for the scale of the row.
+// Bytes of a row of quantised x: two per element, four per group, and four for the row's scale; rounded up to 64.
 constexpr int64_t int4_row_bytes(int64_t inner, int64_t group) {
   return (2 * inner + 4 * (inner / group + 1) + 63) / 64 * 64;
 }

@@ -23,8 +23,9 @@ typedef double Doubles __attribute__((vector_size(8 * kLanes)));
 typedef int16_t Shorts __attribute__((vector_size(2 * kLanes)));
 
 #if defined(__AVX512VNNI__)
-constexpr int kRows = 6;        // registers: kRows x 2 strips of lanes x 2 bytes per activation, and the weights
-constexpr int64_t kRun = 4096;  // elements of `inner` whose sums fit into 32 bits: 4096 * 255 * 128, for either byte
+constexpr int kRows = 6;  // registers: kRows x 2 strips of lanes x 2 bytes per activation, and the weights
+constexpr int64_t kRun =
+    4096;  // elements of `inner` whose sums of high or low bytes fit into 32 bits: 4096 * 255 * 128
 #else
 constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
 constexpr int64_t kRun = 256;  // elements of `inner` whose sum fits into 32 bits: 256 * 255 * 32,639
@@ -88,7 +89,7 @@ struct Sum {
   Words high{}, low{};
 
   void add(Words weights, const uint8_t* x) {
-    int32_t high_bytes, low_bytes;  // two loads: GCC 12 splits one load of both in general registers, which is slow
+    int32_t high_bytes, low_bytes;  // two loads: from one load GCC 12 would extract them in general registers, slowly
     std::memcpy(&high_bytes, x, sizeof high_bytes);
     std::memcpy(&low_bytes, x + sizeof high_bytes, sizeof low_bytes);
     high = multiply_add(high, weights, high_bytes);
@@ -112,7 +113,7 @@ struct Sum {
 };
 #endif
 
-// sums [rows, kColumns] = or += x times a strip, over one run.
+// Adds x times a strip, over one run, to sums [rows, kColumns], or sets them if `first`.
 template <int rows>
 void multiply(const uint8_t* x, int64_t stride, const uint8_t* weight, int64_t steps, double* sums, bool first) {
   Sum sum[rows][2];
@@ -161,7 +162,7 @@ void scale_and_finish(const Args& args, int64_t row, int64_t column, const doubl
   finish(args, row, column, results);
 }
 
-// Computes a task.  Weights are read once, sequentially, because sequential reads are prefetched best.
+// Computes a task.  Reads the weights once and sequentially, because sequential reads are prefetched best.
 template <class Args>
 void task(const Args& args, int64_t first_row, int64_t rows, int64_t first_strip, int64_t strips) {
   alignas(64) double sums[kTaskRows][kColumns];

@@ -13,8 +13,8 @@
 
 namespace quire::cpu {
 
-// Packed layout of a weight [features, inner]: [strips, inner / kInt8Together, kColumns, kInt8Together] bytes, each w +
-// 128. kInt8Together: elements per lane of a multiply-add instruction.
+// Packed layout of a weight [features, inner]: [strips, inner / kInt8Together, kColumns, kInt8Together] bytes.  A byte
+// is the weight + 128.  kInt8Together: elements per lane of a multiply-add instruction.
 #if defined(__AVX512VNNI__)
 constexpr int64_t kInt8Together = 4;
 #else
@@ -34,9 +34,9 @@ constexpr int64_t int8_row_bytes(int64_t inner) { return (inner + 31) / 32 * 64 
 template <class T, class Out>
 void product_int8(const Int8ProductArgs<T, Out>& args);
 
-// Converts w of inputs first .. first + count - 1 of a strip to bfloat16, as pairs of inputs: `to` [count / 2,
-// kColumns, 2].  Exact, and not scaled.  first: a multiple of kInt8Together.  to: capacity for count rounded up to
-// kInt8Together.
+// Converts a strip's integer weights of inputs first .. first + count - 1 to bfloat16, exactly and without their scale,
+// as pairs of inputs: `to` [count / 2, kColumns, 2].  first: a multiple of kInt8Together.  `to` must have capacity for
+// count rounded up to kInt8Together.
 void widen_int8(const uint8_t* weight, int64_t inner, int64_t strip, int64_t first, int64_t count, bf16* to);
 
 }  // namespace quire::cpu

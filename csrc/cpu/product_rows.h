@@ -11,9 +11,11 @@
 
 namespace quire::cpu {
 
-constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 5 : 4;  // fills the registers: kRows x 2 accumulators, weights
+// Rows multiplied at once: 2 * kRows accumulators and the weights fill the registers.
+constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 5 : 4;
 // Elements of `inner` that are summed in a register before they are added to the sum of earlier runs.  The rounding
-// error of a sum grows with its length.  That matters in float32; in 16 bits it is far below the final rounding.
+// error of a sum grows with its length.  For a float32 T that matters; for 16-bit types it is far below the final
+// rounding.
 template <class T>
 constexpr int64_t kRun = sizeof(T) == 4 ? 128 : 512;
 constexpr int64_t kAhead = 2048;  // prefetch distance of the weights, in bytes
@@ -22,7 +24,7 @@ constexpr int64_t kAhead = 2048;  // prefetch distance of the weights, in bytes
 template <class T>
 using Met = std::conditional_t<kTogether<T> == 2, bf16, float>;
 
-// Copies `inner` elements of a row of x, with a zero behind them if a pair of elements is incomplete.
+// Copies `inner` elements of a row of x, and appends a zero if the last pair of elements is incomplete.
 template <class T>
 void lay_row(Met<T>* to, const T* from, int64_t inner) {
   if constexpr (std::is_same_v<T, Met<T>>) {
@@ -33,8 +35,8 @@ void lay_row(Met<T>* to, const T* from, int64_t inner) {
   }
 }
 
-// Loads kColumns weights as two vectors.  For bfloat16 these hold the even and the odd weights, which a shift and a
-// mask unpack; in_order() restores the order of their sums at the end.
+// Loads kColumns weights as two vectors.  For bfloat16 a shift and a mask unpack the even weights into one vector and
+// the odd weights into the other; in_order() restores the order of the sums at the end.
 template <class T>
 inline void load_columns(const T* weight, Floats& first, Floats& second) {
   if constexpr (std::is_same_v<T, bf16>) {
@@ -65,7 +67,7 @@ template <class T, int rows, int vectors = 2>
 inline void multiply_rows(const Met<T>* x, int64_t stride, const T* weight, int64_t steps, Floats (&sums)[rows][2]) {
   static_assert(vectors == 2 || kHalves<T>);
   constexpr int64_t kStepBytes = kColumns * kTogether<T> * sizeof(T) * vectors / 2;
-  Floats sum[rows][2] = {};  // in registers: no other pointer can refer to it
+  Floats sum[rows][2] = {};  // stays in registers, because no pointer refers to it
   for (int64_t step = 0; step < steps; ++step) {
     for (int64_t line = 0; line < kStepBytes; line += 64) {
       __builtin_prefetch(reinterpret_cast<const uint8_t*>(weight) + kAhead + line);

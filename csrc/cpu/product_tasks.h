@@ -12,8 +12,9 @@ namespace quire::cpu {
 
 // Strip: kColumns consecutive features of a packed weight.
 constexpr int64_t kColumns = 2 * kLanes;
-constexpr int64_t kTaskStrips = 4;          // strips per task
-constexpr int64_t kWorthSharing = 1 << 17;  // multiplications below which a second thread is not woken: it takes longer
+constexpr int64_t kTaskStrips = 4;  // strips per task
+// Multiplications below which waking a second thread takes longer than it saves.
+constexpr int64_t kWorthSharing = 1 << 17;
 
 template <class T, class Out = T, class Weight = T>
 struct ProductArgs {
@@ -35,7 +36,7 @@ void share_product(const Args& args, int64_t max_rows, const Task& task) {
   const int64_t all_strips = (args.features + kColumns - 1) / kColumns;
   const int64_t row_tasks = (args.rows + max_rows - 1) / max_rows;
   const int threads = args.rows * args.inner * args.features < kWorthSharing ? 1 : args.threads;
-  // Enough tasks that no thread waits long for the last one.
+  // Four tasks per thread or more, so that no thread waits long for the last one.
   const int64_t min_strip_tasks = (4 * threads + row_tasks - 1) / std::max<int64_t>(1, row_tasks);
   const int64_t strips = threads == 1 ? kTaskStrips : std::clamp<int64_t>(all_strips / min_strip_tasks, 1, kTaskStrips);
   const int64_t strip_tasks = (all_strips + strips - 1) / strips;

@@ -10,11 +10,12 @@
 namespace quire::cpu {
 namespace {
 
-constexpr int64_t kChannels = 512;       // channels per work item of the convolution
-constexpr int64_t kTokens = 16;          // tokens whose keys and queries are prepared at once
-constexpr int kColumns = 2;              // vectors of state columns that stay in L1 while these tokens pass
-constexpr int kSums = 4;                 // partial sums over keys, so that additions overlap
-constexpr int64_t kWorkOnce = 64 << 10;  // multiplications below which a second thread is not woken
+constexpr int64_t kChannels = 512;  // channels per work item of the convolution
+constexpr int64_t kTokens = 16;     // tokens whose keys and queries are prepared at once
+constexpr int kColumns = 2;         // vectors of state columns that stay in L1 for kTokens tokens
+constexpr int kSums = 4;            // partial sums over keys, so that additions overlap
+// Multiplications below which waking a second thread takes longer than it saves.
+constexpr int64_t kWorkOnce = 64 << 10;
 
 // exp2 supports arguments up to 126, so e^-x is capped; silu(x) is then a tiny negative value.
 Floats silu(Floats x) { return x / (1.0f + exp2(-max(x * broadcast(1.4426950408889634f), broadcast(-126.0f)))); }
@@ -49,15 +50,14 @@ void conv_channels(const ConvArgs<T>& a, int64_t sequence, int64_t first, int64_
       std::copy(from + first, from + end, kept + j * channels + first);
     }
   });
-  // In ascending order: entry j of the new state is input count - past + j, which lies after the entries overwritten so
-  // far.
+  // j must ascend: entry j of the new state is input count - past + j, which no smaller j has overwritten.
   for (int64_t j = 0; j < past; ++j) {
     const T* from = input(count - past + j);
     std::copy(from + first, from + end, state + j * channels + first);
   }
 }
 
-// out [keys] f32 = x, scaled by 1 / sqrt(sum(x^2) + eps) if eps > 0, times scale.
+// out [keys] f32 = x * scale, also divided by sqrt(sum(x^2) + eps) if eps > 0.
 template <class T>
 void prepare(const T* x, int64_t keys, float eps, float scale, float* out) {
   Floats squares = {};
@@ -69,7 +69,7 @@ void prepare(const T* x, int64_t keys, float eps, float scale, float* out) {
   over_lanes(keys, [&](int64_t i, auto n) { write(out + i, read(x + i, n) * factor * broadcast(scale), n); });
 }
 
-// Sums of weight[i] * state[i, columns] over the keys, for kColumns vectors of columns.
+// Computes total = the sum over i < keys of weight[i] * row(i), for kColumns vectors of state columns.
 template <class Row>
 void weigh_rows(int64_t keys, const float* weight, const Row& row, Floats (&total)[kColumns]) {
   Floats sums[kSums][kColumns] = {};
@@ -90,7 +90,7 @@ void weigh_rows(int64_t keys, const float* weight, const Row& row, Floats (&tota
 // Inputs of one token for the update of a range of columns of a head's state [keys, stride].
 struct Token {
   const float *q, *k;  // [keys]
-  float decay, beta;   // factor of the old state; factor of the correction
+  float decay, beta;   // factor of the old state; factor of the delta rule
   bool delta;
 };
 

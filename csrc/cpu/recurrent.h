@@ -16,13 +16,13 @@ namespace quire::cpu {
 
 struct Keep {
   int32_t end;    // the copy is taken when the step's tokens before this index are computed
-  int32_t place;  // index of the copy in the states; no sequence of the step has it
+  int32_t place;  // index in `states` that gets the copy; no sequence of the step uses it
 };
 
 struct Packed {
   const int32_t* slots;   // [sequences]
   const int32_t* starts;  // [sequences + 1]
-  const int32_t* lens;    // [sequences]; 0: padding, whose outputs are 0 and which has no state; null: none is padding
+  const int32_t* lens;    // [sequences]; 0: padding, with outputs of 0 and no state; null: there is no padding
   int64_t sequences;
   const Keep* keeps;  // [keep_count], by ascending end
   int64_t keep_count;

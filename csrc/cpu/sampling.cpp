@@ -14,8 +14,8 @@ namespace {
 
 using sampling::Settings;
 
-constexpr int64_t kBlock =
-    1024;  // tokens per block: the draw first sums the kept weights of each block, then scans one block
+// Tokens per block: the draw first sums the kept weights of each block, then scans one block.
+constexpr int64_t kBlock = 1024;
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
 // Work space of one row.  x holds logits, then w; it is padded to complete blocks with elements of weight 0.
@@ -30,7 +30,7 @@ Ints weight(Floats w) {
 
 uint64_t weight(float w) { return static_cast<uint64_t>(w * sampling::kOne + sampling::kRounding); }
 
-// x[i] = kNever for every token whose bit in the mask is 0.
+// Sets x[token] = kNever for every token whose bit in the mask is 0.
 void forbid(const uint32_t* mask, int64_t size, std::vector<float>& x) {
   for (int64_t first = 0; first < size; first += 32) {
     const uint32_t word = mask[first / 32];
@@ -107,8 +107,8 @@ class Histogram {
     return sum;
   }
 
-  // The smallest set of all tokens above a floor for which reached(count, sum of weights) holds; all tokens if that set
-  // would include tokens of weight 0.
+  // Returns the smallest set of the form w >= floor for which reached(count, sum of weights) holds; all tokens if that
+  // set would include tokens of weight 0.
   template <class Reached>
   Upper find(const Reached& reached, std::vector<float>& in_bucket) const {
     uint64_t count = 0, sum = 0;
@@ -219,7 +219,7 @@ void sample(const T* logits, const SampleArgs& a, int threads) {
       adjust(logits + row * a.row_stride, settings, position, a.size, space.x);
       const float peak = largest(space.x);
       if (!std::isfinite(peak)) {
-        plain(row, 1, 1);  // finds out whether the model or the settings left no finite logit
+        plain(row, 1, 1);  // the raw logits show whether the model or the settings left no finite logit
         if (a.outcome[row] == sampling::kChosen && (settings.marks || settings.bias || settings.mask))
           a.outcome[row] = sampling::kNothingAllowed;
         a.tokens[row] = 0;

@@ -10,7 +10,7 @@ namespace quire::cpu {
 
 struct SampleArgs {
   int64_t row_stride;    // elements between rows of logits
-  const int64_t* slots;  // [rows]: the row's slot in `table`; -1: none, the token is 0
+  const int64_t* slots;  // [rows]: the row's slot in `table`; -1: the row has no slot, and its token is 0
   const int64_t* known;  // [rows]: number of tokens before the sampled one
   const sampling::Settings* table;
   bool general;      // false: every row takes the argmax of its raw logits; table and known are not read

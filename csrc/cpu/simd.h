@@ -143,7 +143,8 @@ inline void store(bf16* p, Floats x) {
   std::memcpy(p, &half, sizeof half);
 }
 
-// even[0], odd[0], even[1], odd[1], ... as bfloat16, a pair per lane: finite values, rounded to nearest, ties to even.
+// Returns even[0], odd[0], even[1], odd[1], ... as bfloat16, a pair per lane, rounded to nearest, ties to even.  Values
+// must be finite.
 template <int... i>
 inline Words bf16_pairs(Floats even, Floats odd, std::integer_sequence<int, i...>) {
 #if defined(__AVX512BF16__)
@@ -170,21 +171,21 @@ inline void store(fp16* p, Floats x) {
 #endif
 }
 
-// Rounds to nearest, ties to even, and stops at +-448; NaN stays NaN.
+// Rounds to nearest, ties to even, saturates at +-448; NaN stays NaN.
 inline void store(e4m3* p, Floats x) {
   const Words sign = (bit_cast<Words>(x) >> 24) & 0x80;
   const Floats size = bit_cast<Floats>(bit_cast<Words>(x) & 0x7fffffff);
   const Floats capped = size > broadcast(448.0f) ? broadcast(448.0f) : size;
   const Words bits = bit_cast<Words>(capped);
   const Words normal = ((bits + 0x7ffff + ((bits >> 20) & 1)) >> 20) - (120 << 3);
-  // Subnormals, below 2^-6, are 2^-9 apart; adding this leaves the nearest multiple of it in the low bits.
+  // Subnormals, below 2^-6, are 2^-9 apart; this addition leaves the nearest multiple of 2^-9 in the low bits.
   const Words subnormal = bit_cast<Words>(capped + broadcast(0x1.8p14f)) & 0xf;
   const Words result = size < broadcast(0x1p-6f) ? subnormal : normal;
   const Bytes byte = __builtin_convertvector((size == size ? result : Words{} + 0x7f) | sign, Bytes);
   std::memcpy(p, &byte, sizeof byte);
 }
 
-// Calls use(i, n) for n = kLanes elements from i on, repeatedly; finally for the n < kLanes that remain.
+// Calls use(i, n) for each n = kLanes elements from i on, then for the n < kLanes elements that remain.
 template <class Use>
 inline void over_lanes(int64_t size, const Use& use) {
   int64_t i = 0;
@@ -223,8 +224,8 @@ inline Floats fold(Floats a, Floats b, std::integer_sequence<int, i...>) {
          __builtin_shufflevector(a, b, ((i & h) ? kLanes + (i ^ h) : (i ^ h))...);
 }
 
-// Lane i of the result is the sum of the lanes of v[i].  Halves the number of vectors log2(kLanes) times: about 3
-// instructions per vector instead of a horizontal sum per vector.  Overwrites v.
+// Lane i of the result is the sum of the lanes of v[i].  Each of log2(kLanes) rounds halves the number of vectors:
+// about 3 instructions per vector, fewer than a horizontal sum of each vector.  Overwrites v.
 template <int h = kLanes / 2>
 inline Floats sum_each(Floats (&v)[kLanes]) {
   unroll<h>([&](auto j) { v[j] = fold<h>(v[j], v[j + h], std::make_integer_sequence<int, kLanes>{}); });
@@ -271,7 +272,8 @@ inline Floats exp2(Floats x) {
   return x < broadcast(-126.0f) ? Floats{} : result;
 }
 
-// tanh to 2 ulp.  Small arguments by Cephes' tanhf polynomial (Moshier), since 1 - 2 / (e^2x + 1) would cancel.
+// Returns tanh to 2 ulp.  Small arguments use Cephes' tanhf polynomial (Moshier), because 1 - 2 / (e^2x + 1) would lose
+// precision there.
 inline Floats tanh(Floats x) {
   const Floats size = max(x, -x);
   const Floats z = x * x;

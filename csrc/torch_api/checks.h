@@ -63,7 +63,7 @@ inline void expect(const char* who, const at::Tensor& t, std::initializer_list<s
   for (Size& size : sizes) size.agree(who, t.size(i++));
 }
 
-// `like` names the tensor whose dtype is expected; null: the operator takes this dtype only.
+// `like` names the tensor that has the expected dtype; null: the operator supports this dtype only.
 inline void expect_dtype(const char* who, const at::Tensor& t, at::ScalarType dtype, const char* like = nullptr) {
   TORCH_CHECK_VALUE(t.scalar_type() == dtype, who, ": dtype is ", t.scalar_type(), ", ", like ? like : "this operator",
                     like ? " has " : " needs ", dtype);

@@ -52,8 +52,8 @@ inline bool is_clamped(std::string_view activation, double alpha, double limit) 
   return true;
 }
 
-// x, out [T, hidden]; chosen [T, k] i32; weights [T, k] f32; gate_up_bias [E, 2 * inner]; down_bias [E, hidden].  Of
-// `sizes` count and inner are set.
+// Checks x, out [T, hidden]; chosen [T, k] i32; weights [T, k] f32; gate_up_bias [E, 2 * inner]; down_bias [E, hidden].
+// The caller has set sizes.count and sizes.inner.
 inline void check_inputs(const ExpertsInputs& in, ExpertsSizes& sizes, const Place& place) {
   Size both("gate and up rows");
   both.agree("down", 2 * sizes.inner);
@@ -86,7 +86,7 @@ inline experts_layout::Format format_of(std::string_view format) {
   return format == "mxfp4" ? experts_layout::Format::mxfp4 : experts_layout::Format::fp8;
 }
 
-// gate_up, down: as experts_layout.h says.
+// gate_up, down: in the layout of experts_layout.h.
 inline ExpertsSizes check_packed_experts(const ExpertsInputs& in, experts_layout::Format format,
                                          const at::Tensor& gate_up, const at::Tensor& down, const Place& place) {
   using experts_layout::kColumns, experts_layout::kRows;

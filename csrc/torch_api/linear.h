@@ -28,7 +28,7 @@ inline bool float32_out(const at::Tensor& x, const at::Tensor& out, bool add, bo
   return true;
 }
 
-// Checks x and out, which set all sizes.  float32_out: out is float32 for any x.
+// Checks x and out, and returns the sizes that they determine.  float32_out: out is float32 for any dtype of x.
 inline LinearSizes check_ends(const at::Tensor& x, bool silu_mul, const at::Tensor& out, const Place& place,
                               bool float32_out) {
   LinearSizes sizes;
@@ -49,7 +49,7 @@ inline void check_around(LinearSizes& sizes, const at::Tensor& x, const std::opt
   if (norm) expect_plain("norm", *norm, {sizes.inner}, x.scalar_type(), place, "x");
 }
 
-// stored: dtype of the weight.
+// Checks the tensors of `linear`.  stored: dtype of the weight.
 inline void check_linear(const at::Tensor& x, const at::Tensor& weight, at::ScalarType stored,
                          const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& norm, bool silu_mul,
                          const at::Tensor& out, const Place& place, bool float32_out = false) {

@@ -214,7 +214,7 @@ def test_wrong_layers_are_refused(checkpoint: Callable[[str], Path]) -> None:
     assert right is not None
     for wrong, message in (
         (replace(right, weights=right.weights[:-1]), "weights: has .* tensors, not 20 for each of"),
-        (replace(right, weights=[None] * len(right.weights)), "weights: layer 0 has no product 0"),
+        (replace(right, weights=[None] * len(right.weights)), "weights: layer 0 has no linear layer 0"),
         (replace(right, windows=right.windows[:1]), "layers is .*, windows has 1"),
         (replace(right, inner=right.inner * 2), "packed: strips is .*, out has"),
     ):

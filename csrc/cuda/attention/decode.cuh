@@ -3,24 +3,24 @@
 //
 // q, out [tokens, H, D] bf16 or fp16 · caches [blocks, Hkv, block_size, D] of the same or e4m3 · tables i32
 //
-// Grid (multiprocessors), 8 warps per CTA, or fewer if their shared memory does not fit.
+// Grid: one CTA per multiprocessor, of 8 warps, or fewer if the shared memory of 8 warps does not fit.
 //
 // Each key and value in a query's range is read once per head group: 2 * len * D elements per KV head.  All other
 // traffic is small, so the kernel is bound by memory bandwidth: 4 * len * D bytes in bf16. len == 0 writes zeros.
 //
 // Each warp streams the keys of its share through its own shared-memory ring, several tiles ahead, without
 // synchronising with other warps until the share is done.  A tile is 16 keys and 16 values, copied by cp.async.  Keys
-// past the end or outside the window are not read and replaced by zeros, because the cache may hold NaN there; in tests
+// past the end or outside the window are not read but replaced by zeros, because the cache may hold NaN there; in tests
 // it does.
 //
-// In the mma, keys are rows and heads are columns.  So a group of 8 heads fills the 8 columns of mma.m16n8k16, and a
-// group of 4 fills half of them:
+// In the mma, keys are rows and heads are columns.  So a head group of 8 heads fills the 8 columns of mma.m16n8k16, and
+// a head group of 4 heads fills half of them:
 //
 //   S^T [16 keys, 8 heads] = K [16 keys, D] Q^T         K by ldmatrix; Q^T stays in registers for a complete segment
 //   O^T [D, 8 heads]      += V^T [D, 16 keys] P^T       V^T by ldmatrix.trans, P^T from S^T by movmatrix
 //
 // An e4m3 cache is widened to fp16, which is exact, between ldmatrix and mma.  ldmatrix moves a pair of e4m3 as one
-// 16-bit element, so the lanes get every 16 elements of a head in a permuted order.  For K, Q's fragments use the same
+// 16-bit element, so the lanes get each 16 elements of a head in a permuted order.  For K, Q's fragments use the same
 // order.  For V, the results are permuted back when stored.
 
 #pragma once
@@ -54,7 +54,7 @@ struct DecodeKernel {
   using Acc = float[kSteps][kNTiles][4];
   static constexpr int kAccVectors = kSteps * kNTiles * 32, kStateVectors = kHeads / 2;
 
-  // Flags of a segment: it exists; it contains the first keys of its head group; it contains the last keys.
+  // Flags of a segment.  kBegins: it contains the first keys of its head group.  kEnds: it contains the last keys.
   enum : unsigned { kExists = 1, kBegins = 2, kEnds = 4 };
   struct Segment {
     unsigned flags;
@@ -116,8 +116,8 @@ struct DecodeKernel {
     Walk at;
     const int32_t* table;    // block table of the sequence
     int64_t k_head, v_head;  // addresses of the KV head in block 0, plus this lane's 16 bytes
-    // Block ids: low for tile base + lane, next_low for the tile 32 later.  With blocks of 8 keys, high and next_high
-    // are the ids of those tiles' second blocks.
+    // Block ids that this lane has looked up: low for tile base + lane, next_low for tile base + lane + 32.  With
+    // blocks of 8 keys, high and next_high are the ids of those tiles' second blocks.
     int base, low, high, next_low, next_high;
     uint32_t stage;  // stage that the next copy fills
   };
@@ -164,7 +164,7 @@ struct DecodeKernel {
         k_high = reinterpret_cast<const char*>(f.k_head - 8 * kRowBytes + int64_t{high} * args.k_block_bytes);
         v_high = reinterpret_cast<const char*>(f.v_head - 8 * kRowBytes + int64_t{high} * args.v_block_bytes);
       }
-      // Chunks of 16 bytes: chunk i of the tile is in range if chunk_0 + i, unsigned, is below `wanted`.
+      // Chunk i (16 bytes) of the tile is in the query's range of keys if chunk_0 + i, unsigned, is below `wanted`.
       constexpr int kChunks = kRowBytes / 16;
       const unsigned chunk_0 = lane - (f.at.seq.first - key) * kChunks;
       const unsigned wanted = (f.at.seq.len - f.at.seq.first) * kChunks;
@@ -251,7 +251,7 @@ struct DecodeKernel {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const uint32_t by_element =
-            __byte_perm(raw[half], 0, 0x3120);  // element 2g of two keys, then element 2g + 1 of both
+            __byte_perm(raw[half], 0, 0x3120);  // element 2g of two keys, then element 2g + 1 of these keys
         r[2 * half] = widen_e4m3(by_element);
         r[2 * half + 1] = widen_e4m3(by_element >> 16);
       }
@@ -358,8 +358,8 @@ struct DecodeKernel {
     }
   }
 
-  // Writes the result of a finished segment: to `out` if it covers all keys of its head group, else to shared memory for
-  // merge_segments().
+  // Writes the result of a finished segment: to `out` if it covers all keys of its head group, else to shared memory
+  // for merge_segments().
   __device__ void finish_segment(const Walk& at, bool begins, States& states, const Acc& acc) const {
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n) {
@@ -442,15 +442,15 @@ struct DecodeKernel {
     }
   }
 
-  // A CTA's partial results in the plan: of its last head group if that continues in a later CTA (begins), or of its
-  // first if that began in an earlier CTA.
+  // A CTA's partial results in the plan.  begins: those of its last head group, which continues in a later CTA.
+  // Otherwise those of its first head group, which began in an earlier CTA.
   __device__ float4* cta_state(int cta, bool begins) const {
     return args.plan.states + (cta * 2 + begins) * kStateVectors;
   }
   __device__ float4* cta_acc(int cta, bool begins) const { return args.plan.accs + (cta * 2 + begins) * kAccVectors; }
 
-  // Called after a barrier.  Merges the segments of this CTA.  If it is the last CTA of a shared head group to finish,
-  // it also merges the partial results of all of the group's CTAs.
+  // Merges the segments of this CTA; called after a barrier.  If this CTA is the last one of a shared head group to
+  // finish, it also merges the partial results of all CTAs of the group.
   __device__ void merge_segments(const DecodeEnds& cta_ends) const {
     const int cta = blockIdx.x;
     const unsigned flags = lane < 2 * kWarps ? shared.segments[lane].flags : 0;
@@ -458,7 +458,7 @@ struct DecodeKernel {
     const unsigned begin = __ballot_sync(~0u, flags & kBegins), end = __ballot_sync(~0u, flags & kEnds);
     // All warps work on all head groups, a few steps each; with many head groups, each warp works on some of them.
     const bool many = __popc(end) > kWarps / 4;
-    int began_before = -1, goes_on = -1;  // segments whose head group other CTAs share
+    int began_before = -1, goes_on = -1;  // segments whose head group earlier or later CTAs share; -1: none
     int index = 0;
     for (unsigned left = exist; left != 0; ++index) {
       const unsigned final = left & end & -(left & end);  // bit of the first segment that ends its head group, or 0
@@ -524,8 +524,8 @@ struct DecodeKernel {
   }
 
   __device__ void run() {
-    // The plan and the tables were complete before the preceding kernel began (see decode.h), so only that kernel's
-    // output has to be waited for.
+    // The plan and the tables were complete before the preceding kernel began (see decode.h), so they are read before
+    // the wait for that kernel.
     const DecodeHeader header = *args.plan.header;
     const DecodeEnds ends = args.plan.ends[blockIdx.x];
     const DecodeShare share = args.plan.shares[blockIdx.x * kWarps + warp];

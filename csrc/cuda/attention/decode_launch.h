@@ -12,7 +12,7 @@ struct DecodeKernelArgs {
   DecodeShape shape;
   int block_shift;                        // log2 of block_size
   uint32_t k_block_bytes, v_block_bytes;  // bytes from one block to the next
-  float score_scale, cap;                 // factor of q k, and soft cap (0: none), for scores in units of log2
+  float score_scale, cap;                 // factor of q . k, and soft cap (0: none), both for scores in units of log2
 };
 
 void decode_64(const DecodeKernelArgs& args, cudaStream_t stream);

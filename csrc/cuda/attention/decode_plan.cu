@@ -1,7 +1,7 @@
 // Planner of decode attention: computes where the shares of decode.h begin.
 //
-// Grid 2.  Each CTA computes the prefix sums of all sequences' tiles, at most 4 per thread.  Then each thread finds one
-// or two shares by binary search.  Moves about 60 KB: a few microseconds per step.
+// Grid: kCtas.  Each CTA computes the prefix sums of all sequences' tiles, at most 4 sequences per thread.  Then each
+// thread finds one or two shares by binary search.  Moves about 60 KB: a few microseconds per step.
 
 #include <array>
 #include <atomic>
@@ -17,14 +17,14 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kCtas = 2;
-constexpr int kMinTiles = 16;  // minimum tiles per CTA; with fewer, merging more CTAs takes longer than it saves
-// Tiles per head group up to which one CTA is as fast as several that merge their results.  The second limit applies if
-// lengths differ, because the merge would cost more than it saves.
+constexpr int kMinTiles = 16;  // minimum tiles per CTA; with fewer, merging takes longer than it saves
+// Tiles per head group up to which one CTA is as fast as several that merge their results: if all lengths are equal,
+// and if lengths differ.
 constexpr int kUnsplitTiles = 32, kUnsplitUnequalTiles = 64;
-// Head groups are split if the longest exceeds this many equal parts (all tiles / CTAs): without a split, its CTA would
-// end much later than the others.
+// Head groups are split if the longest has more tiles than this many equal shares (all tiles / CTAs): without a split,
+// its CTA would end much later than the others.
 constexpr int kUnsplitParts = 2;
-constexpr int kEvenTiles = 1024;  // tiles per CTA; with more, four idle multiprocessors cost more time than merging
+constexpr int kEvenTiles = 1024;  // tiles per CTA above which four idle multiprocessors cost more time than merging
 
 // Finds the head group and tile at `position`, which counts tiles over all head groups of all sequences.
 struct Place {
@@ -87,7 +87,7 @@ struct Cut {
     const Place place = find(at, before, seqs, groups);
     return 2 * place.tile < place.tiles ? at - place.tile : at - place.tile + place.tiles;
   }
-  // Returns the number of CTAs nearest to `wanted` that divides head_groups or is a multiple of it.  Head groups are
+  // Returns the number of CTAs nearest to `wanted` that divides head_groups or is a multiple.  All head groups are
   // equally long.
   static __device__ int nearest_even(int head_groups, int wanted, int grid) {
     const int lowest = wanted < grid ? wanted / 2 : wanted - wanted / 16;

@@ -26,8 +26,8 @@ __host__ __device__ constexpr int decode_warp_bytes(int head_size, int row_bytes
 }
 constexpr int kDecodeOtherBytes = 3 << 10;  // upper bound of a CTA's other shared memory, in bytes
 
-// Warps per CTA: as many as get two stages of shared memory each.  Equal for all cache dtypes, because they share the
-// plan.
+// Warps per CTA: as many, up to 8, as get two stages of shared memory each.  Equal for all cache dtypes, because these
+// share the plan.
 __host__ __device__ constexpr int decode_warps(int head_size, int n_tiles, int arch) {
   int warps = 8;
   while (warps * decode_warp_bytes(head_size, 2 * head_size, n_tiles, 2) > shared_limit(arch) - kDecodeOtherBytes) {
@@ -71,11 +71,11 @@ struct alignas(16) DecodeShare {
 };
 
 // Head groups that a CTA shares with other CTAs: its first, if that began in an earlier CTA, and its last, if that
-// continues in a later CTA.  The arrival counter of a head group is that of the group's first CTA.
+// continues in a later CTA.  A shared head group uses the arrival counter of its first CTA.
 struct alignas(16) DecodeEnds {
   int first_owner;  // first CTA of this CTA's first head group; -1: that group begins in this CTA
   int first_last;   // last CTA of this CTA's first head group
-  int last_last;    // last CTA of this CTA's last head group; -1: it ends here, or began in an earlier CTA
+  int last_last;    // last CTA of this CTA's last head group; -1: that ends in this CTA, or began in an earlier one
   int unused;
 };
 

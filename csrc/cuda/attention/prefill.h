@@ -2,11 +2,11 @@
 // since Ampere.  prefill_sm90.cu uses Hopper's wgmma and TMA for head sizes 64 and 128.
 //
 //   PACKED ROWS  The query heads that read the same KV head are rows of one matrix, so a key is loaded once for all of
-//                them. Row r of a sequence, for KV head h, is query r / G and head h * G + r % G (G = heads / kv_heads).
-//                A sequence with n queries has n * G rows per KV head.
+//                them. Row r of a sequence, for KV head h, is query r / G and head h * G + r % G (G = heads /
+//                kv_heads). A sequence with n queries has n * G rows per KV head.
 //   TILE         64 or 128 consecutive rows of one sequence and one KV head: the unit that a CTA computes.
-//   ITEM         a tile and a range of keys: all keys visible to the tile, or a part of them (split-KV) if there are too
-//                few tiles to fill the GPU (a few queries after a long cached prefix).
+//   ITEM         a tile and a range of keys: all keys visible to the tile, or a part of them (split-KV) if there are
+//                too few tiles to fill the GPU (a few queries after a long cached prefix).
 //
 // prefill_plan writes the list of items once per step for all layers.  CTAs take items in order by a ticket counter,
 // expensive sequences first.  Within a sequence, KV heads follow one another, so that tiles that run together share
@@ -22,7 +22,7 @@
 
 namespace quire::cuda {
 
-constexpr int kPrefillMaxParts = 1024;  // maximum of parts per tile * rows per tile; more cost more to merge
+constexpr int kPrefillMaxParts = 1024;  // maximum of (parts per tile) * (rows per tile), to limit the cost of merging
 
 // 32 bytes, loaded by one thread as two int4.
 struct PrefillItem {
@@ -32,7 +32,7 @@ struct PrefillItem {
   int first;    // first key, a multiple of 128
   int last;     // one past the last key visible to any row; the kernel still masks causal border and window
   int part;     // index of this part of the tile
-  int parts;    // 1: the item is the complete tile and writes to out; at most kPrefillMaxParts / tile rows
+  int parts;    // parts of the tile, at most kPrefillMaxParts / tile rows; 1: the item is the tile and writes to out
   int partial;  // index of the tile's first partial result; this part's index is partial + part
 };
 
@@ -44,7 +44,7 @@ struct PrefillList {
   int unused;
 };
 
-// Tiling that a list is made for.
+// Tile size of a list, and when its tiles are split.
 struct PrefillTiling {
   int rows;               // rows per tile
   bool complete_queries;  // a tile ends with the last head of a query: it has rows / G * G rows
@@ -63,9 +63,9 @@ struct PrefillPlan {
   PrefillList* list[kPrefillLists];
   PrefillItem* items[kPrefillLists];
   int capacity;  // capacity of each list, in items
-  // Partial results, one per part of a tile.  The last part to finish merges them in order.
+  // Partial results, one per part of a tile.  The CTA that finishes a tile's last part merges all of them in order.
   int rows;      // capacity of the partial results, in rows
-  int* arrived;  // [rows / 64] finished parts, at the index of the tile's first partial; 0 between launches
+  int* arrived;  // [rows / 64] finished parts, at the index of the tile's first partial result; 0 between launches
   float* max;    // [partials, tile rows] running maximum, in units of log2; -inf if the row saw no key
   float* sum;    // [partials, tile rows]
   float* acc;    // [partials, tile rows, head_size] not yet divided by sum
@@ -103,7 +103,7 @@ struct PrefillArgs {
   int64_t table_stride;
   const int32_t* rows;     // [seqs]
   const int32_t* q_start;  // [seqs + 1]
-  const int32_t* lens;     // [seqs], keys including this step's, which are in the cache already. 0: out becomes zeros
+  const int32_t* lens;     // [seqs]: keys in the cache, including this step's; 0: out becomes zeros
   int first, seqs;         // sequences [first, seqs)
   int tokens;              // tokens of the complete step
   int heads, kv_heads, head_size, block_size;

@@ -59,8 +59,8 @@ struct Config {
   static constexpr int kCtasPerSm = 2;
 };
 
-// Work queue of a CTA.  The CTA takes its next item only while it computes the last key tiles of the present one,
-// because another CTA may become idle earlier.
+// Work queue of a CTA.  The CTA takes its next item only while it computes the last key tiles of the present item, so
+// that CTAs that become idle earlier get it.
 template <class C>
 class Queue {
  public:
@@ -128,7 +128,8 @@ class Queue {
   }
 
  private:
-  // Descriptors are double-buffered, so that thread 0 does not overwrite one that other warps still have to read.
+  // Descriptors are double-buffered, so that thread 0 does not overwrite a descriptor that other warps still have to
+  // read.
   __device__ int4* word(int i) const {
     return reinterpret_cast<int4*>(shared_ + C::kWord + (1 + 3 * turn_ + i) * C::kQPitch);
   }
@@ -408,7 +409,7 @@ class Item {
       }
 #pragma unroll
       for (int n = 0; n < N / 8; n += 2) {
-        uint32_t k[4];  // keys 8n .. 8n + 7, this step and the next; the next 8 keys likewise
+        uint32_t k[4];  // this step and the next of keys 8n .. 8n + 7, then of the next 8 keys
         load_matrices(k, keys + 8 * n * C::kKvPitch + 16 * chunk);
 #pragma unroll
         for (int e = 0; e < 2 && step + e < C::kSteps; ++e) {
@@ -546,7 +547,7 @@ class Item {
       get_weights<N>(w, score, n);
 #pragma unroll
       for (int step = 0; step < C::kSteps; ++step) {
-        uint32_t v[4];  // 8 elements of the 16 keys, both halves of the keys; the next 8 elements likewise
+        uint32_t v[4];  // 8 elements of the 16 keys, in two halves of 8 keys; then the next 8 elements
         load_transposed(v, values + 8 * n * C::kKvPitch + 32 * step);
 #pragma unroll
         for (int m = 0; m < C::M; ++m) {
@@ -571,7 +572,7 @@ class Item {
       for (int step = 0; step < C::kSteps; step += 2) {
         constexpr int kLast = C::kSteps - 1;
         const int chunk = step == kLast ? step : step + lane_ / 16;
-        uint32_t v[4];  // 16 elements of the 16 keys, both halves of the keys; the next 16 elements likewise
+        uint32_t v[4];  // 16 elements of the 16 keys, in two halves of 8 keys; then the next 16 elements
         load_transposed(v, values + 8 * n * C::kKvPitch + 16 * chunk);
 #pragma unroll
         for (int e = 0; e < 2 && step + e < C::kSteps; ++e) {

@@ -1,7 +1,7 @@
 // Planner of prefill attention: turns lens and q_start, which only the device holds, into the item lists of prefill.h,
 // once per step for all layers.
-// Grid (lists, kCtas).  Every CTA of a list computes where each sequence's items begin: for each of S <= 3072 sequences
-// a warp reads the costs of all others.  The CTAs share the writing of items, 32 bytes each.
+// Grid (lists, kCtas).  Every CTA of a list computes where each sequence's items begin: a warp per sequence reads the
+// costs of all other sequences (at most 3072).  Each CTA writes a part of the items, 32 bytes each.
 
 #include <algorithm>
 #include <stdexcept>
@@ -17,9 +17,9 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kCtas = 8;
 constexpr int kMaxSeqs = 3072;      // limited by 4 ints per sequence in shared memory
-constexpr int kAlign = 128;         // keys; the first key of an item is a multiple of it
+constexpr int kAlign = 128;         // an item's first key is a multiple of this
 constexpr int kMinPart = 512;       // minimum keys per part; a shorter part takes longer to merge than it saves
-constexpr int kPartOverhead = 300;  // overhead of an item, as the number of keys computed in the same time
+constexpr int kPartOverhead = 300;  // overhead of an item, in keys: the item could process this many more in that time
 constexpr int kChoices = 4;
 constexpr int kNearbyKv = 36 << 20;  // L2 budget, in bytes, for K and V of tiles that run at the same time
 
@@ -77,9 +77,9 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(PrefillPlanArgs args, Pr
   if (lane == 0) atomicAdd(&work, own_work);
   __syncthreads();
 
-  // Long tiles are split into parts of about a CTA's fair share of all keys, or 1/2, 1/4 or 1/8 of it.  The split with
-  // the shortest estimated time is chosen.  With few items, the longest item determines that time; with many, CTAs
-  // finish up to half a longest item apart.
+  // Long tiles are split into parts of about a CTA's equal share of all keys, or 1/2, 1/4 or 1/8 of that share.  The
+  // split with the shortest estimated time is chosen.  With few items, the longest item determines the time; with many
+  // items, the CTAs' ends differ by up to half the longest item.
   const int resident = max(1, sms * tiling.parts_per_sm), fair = static_cast<int>(work / resident);
   const int max_partials = plan.rows / tiling.rows;  // capacity of the plan, in partial results
   const auto cut = [&](int s, int choice) {

@@ -2,22 +2,22 @@
 // 2024).  See prefill.h for packed rows, tiles and items.
 //
 //   warp 0       producer: takes items by ticket and loads the tile's queries, one item ahead
-//   warps 1, 2   producers: load keys, values: 128 at a time, one TMA box per block and 64 columns
-//   warps 4-7,   consumers: a warpgroup each for 64 rows of the tile. They alternate on the tensor cores (ping-pong): one
-//   warps 8-11   runs its mma while the other computes its softmax
+//   warps 1, 2   producers: warp 1 loads keys, warp 2 values: 128 at a time, one TMA box per block and 64 columns
+//   warps 4-7,   consumers: a warpgroup each for 64 rows of the tile.  They alternate on the tensor cores (ping-pong):
+//   warps 8-11   one runs its mma while the other computes its softmax
 //
 // A warpgroup loops over the key tiles (128 keys) of all its items without a break.  In each iteration it issues
 // S(next) = Q K' and O += P(this) V together.  It computes the softmax of S(next) as soon as S(next) is ready, while O
 // is still accumulating.  So the tensor cores stay busy at the start and the end of an item.  An item's O is normalised
 // and written after the first scores of the next item are ready.
 //
-// Keys run from last to first, so the tiles that need masking come first.  Key tiles start at multiples of 128 for any
-// chunk, and a row's result depends on its own keys only.  So a row has the same bits in any chunk, as long as its keys
-// are not split into parts.
+// A warpgroup goes from the last key to the first, so the tiles that need masking come first.  Key tiles start at
+// multiples of 128 for any chunk, and a row's result depends on its own keys only.  So a row has the same bits in any
+// chunk, as long as its keys are not split into parts.
 //
 // Head sizes 64 and 128, bf16 and fp16, block sizes 8 to 64, G up to 128. Grid: one CTA per SM, 193 KB of shared memory
-// at D 128.  FLOPs: 4 * D per query head and visible key.  Each tile reads its keys and values once: 128 rows times 4
-// FLOPs per 4 bytes are 128 FLOPs per byte from L2.  A sequence with lens 0 gets zeros.
+// at D 128.  FLOPs: 4 * D per query head and visible key.  Each tile of 128 rows reads its keys and values once: 128
+// FLOPs per byte from L2.  A sequence with lens 0 gets zeros.
 
 #pragma once
 
@@ -33,8 +33,8 @@ namespace quire::cuda::sm90 {
 using namespace hopper;
 
 constexpr int kQueryBuffers = 2;
-// Ring size of work descriptors.  An item's descriptor is needed until its result is written.  By then the warpgroup
-// has the scores of the next item, and the producer may be two items further ahead.
+// Descriptors in the ring.  An item's descriptor is needed until its result is written.  By then the warpgroup has the
+// scores of the next item, and the producer may be two more items ahead.
 constexpr int kWorks = 8;
 constexpr int kThreads = 384;
 
@@ -183,8 +183,8 @@ __device__ void mask(float (&s)[N], const int (&from)[2], const int (&to)[2], bo
   }
 }
 
-// tanh by exp2.  It is precise enough: its absolute error times the cap becomes a relative error of the attention
-// weight.
+// Computes tanh(s * cap_in) by exp2.  Its absolute error, multiplied by the cap, becomes the relative error of an
+// attention weight, which is precise enough.
 template <int N>
 __device__ void soften(float (&s)[N], float cap_in) {
 #pragma unroll
@@ -308,7 +308,7 @@ struct Warpgroup {
   float e[kFirst];               // exponentials of the first half of s
   float base[2], limit[2];       // per row: base of the exponents; score above which the base must rise
   float sum[2];                  // this thread's part of each row's sum of exponentials
-  bool rebased;                  // base rose for some row of the warp, so o must be rescaled
+  bool rebased;                  // the base of some row of the warp has risen, so o must be rescaled
   float rescale[2];              // factors for o if rebased
   bool half_values = false;      // probs cover only the first half of a value tile
   int values_begin, values_end;  // rows of that value tile that were loaded: [values_begin, values_end)

@@ -25,7 +25,7 @@ struct Params {
   float cap_in;        // with a soft cap: scores become tanh(cap_in * score) first; else 0
   PrefillList* list;
   const PrefillItem* items;
-  int* arrived;  // as in PrefillPlan; two per tile, each with one byte per warp
+  int* arrived;  // as in PrefillPlan, but two counters per tile (one per warpgroup), with one byte per warp
   float *max, *sum, *acc;
 };
 

@@ -32,7 +32,7 @@ __device__ inline float rescale(float from, float to) { return from == -INFINITY
 // Denominator of a head's softmax, including its sink: one more score, without a value.
 //   sum, max  over all keys of the query
 //   sinks     [heads], or null
-// A query without keys has the maximum -inf and the sum 0, and keeps them.
+// A query without keys has the maximum -inf and the sum 0; its sink is not added.
 __device__ inline float with_sink(float sum, float max, const float* sinks, int head) {
   if (sinks == nullptr || max == -INFINITY) return sum;
   return sum + exp2_fast(sinks[head] * kLog2E - max);

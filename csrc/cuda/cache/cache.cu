@@ -9,7 +9,7 @@ namespace quire::cuda {
 namespace {
 
 /* key, value [tokens, kv_heads, size] T · caches [blocks, kv_heads, block_size, size] of Stored.
- * Grid (packs of a token's keys and values / 256, tokens): a thread moves one pack. Reads and writes each element once. */
+ * Grid (packs of a token's keys and values / 256, tokens): a thread moves one pack.  Traffic: each element once in and out. */
 template <class T, class Stored, int kWidth>
 __global__ void kv_write_kernel(KvWriteArgs a) {
   let_next_kernel_start();
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads)
   move_part<Unit>(cache + to * caches.block_stride, cache + from * caches.block_stride, block_bytes - start);
 }
 
-/* blocks [count] i64.  Grid (parts of a block, caches, blocks).  pattern: a Unit full of elements. */
+/* blocks [count] i64.  Grid (parts of a block, caches, blocks).  pattern: the element, repeated to fill a Unit. */
 template <class Unit>
 __global__ void __launch_bounds__(kThreads)
     block_fill_kernel(const __grid_constant__ Caches caches, const int64_t* blocks, int64_t block_bytes, Unit pattern) {
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = threadIdx.x; i < count; i += kThreads) to[i] = pattern;
 }
 
-/* buffer [count, all_caches, block_bytes]: block blocks[i] of cache first + c to buffer[i][first + c], or back.
+/* Copies block blocks[i] of cache first + c to buffer[i][first + c], or back.  buffer [count, all_caches, block_bytes].
  * Grid (parts of a block, caches, blocks).  Reads and writes block_bytes per cache and block. */
 template <class Unit, bool kBack>
 __global__ void __launch_bounds__(kThreads)

@@ -1,5 +1,5 @@
-// Moves keys and values: into the cache, between blocks, over blocks, and to a buffer and back.  csrc/ops.cpp has the
-// guarantees.
+// Operators that write keys and values into the cache, copy and fill blocks, and move blocks to a buffer and back.
+// csrc/ops.cpp has the guarantees.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -43,14 +43,14 @@ struct BlockArgs {
   int64_t count;  // number of pairs, or of blocks
 };
 
-// pairs [count, 2], on the device: (from block, to block).
+// pairs [count, 2], on the device: (source block, destination block).
 void block_copy(const BlockArgs& args, const int64_t* pairs, cudaStream_t stream);
 
 // blocks [count], on the device; filled with repetitions of the element (1, 2 or 4 bytes).
 void block_fill(const BlockArgs& args, const int64_t* blocks, uint32_t element, int element_bytes, cudaStream_t stream);
 
-// buffer [count, caches, block_bytes], on the device.  gather copies block blocks[i] of cache c to buffer[i][c];
-// scatter copies buffer[i][c] to that block.
+// buffer [count, caches, block_bytes], on the device.  block_gather copies block blocks[i] of cache c to buffer[i][c];
+// block_scatter copies buffer[i][c] back to that block.
 void block_gather(const BlockArgs& args, const int64_t* blocks, char* buffer, cudaStream_t stream);
 void block_scatter(const BlockArgs& args, const int64_t* blocks, const char* buffer, cudaStream_t stream);
 

@@ -4,9 +4,10 @@
 //               phases 0, 1, 0, 1, ... lets producers and consumers share a ring of buffers.
 //   TMA         the unit that copies a box of a tensor to shared memory.  One thread issues the copy, and an mbarrier
 //               signals its end.
-//   wgmma       4 warps multiply a [64, 16] matrix by a [16, N] matrix. Asynchronous: its registers and shared memory must
-//               not be touched until wait_for_products returns.
-//   proxy       TMA and wgmma access shared memory on another path than ordinary loads and stores; a fence orders the two.
+//   wgmma       4 warps multiply a [64, 16] matrix by a [16, N] matrix. Asynchronous: its registers and shared memory
+//               must not be touched until wait_for_products returns.
+//   proxy       TMA and wgmma access shared memory by another path than ordinary loads and stores; a fence orders
+//               accesses by the two paths.
 
 #pragma once
 
@@ -100,8 +101,8 @@ __device__ inline void copy_box(void* to, const CUtensorMap* map, uint64_t* bar,
       : "memory");
 }
 
-// Copies the box at (c0, c1, c2) of a 3-dimensional tensor with an L2 eviction policy, encoded as by PTX createpolicy:
-// evict first for data that is read once, evict last for data that many CTAs read.
+// Copies the box at (c0, c1, c2) of a 3-dimensional tensor with an L2 eviction policy, in the encoding of PTX's
+// createpolicy: evict first for data that is read once, evict last for data that many CTAs read.
 __device__ inline void copy_with_policy(void* to, const CUtensorMap* map, uint64_t* bar, int c0, int c1, int c2,
                                         uint64_t policy) {
   asm volatile(
@@ -165,10 +166,11 @@ __device__ inline void take_registers() {
 // Shared-memory descriptor of an operand: rows of 128 bytes, in groups of 8 (1024 bytes, aligned). Rows are swizzled as
 // by TMA with SWIZZLE_128B: 16-byte chunk c of row r is stored at chunk c ^ (r % 8).
 //
-// K-major: a row holds 64 elements along the contraction, and `between` is ignored.  The next 16 elements start 32
-// bytes further.
-// MN-major, a transposed operand: a row holds 64 elements along the result, and rows run along the contraction.  The
-// next 64 elements of the result start `between` bytes further, the next 16 rows 2048 bytes further.
+// K-major: a row holds 64 elements along the contracted dimension, and `between` is ignored.  The next 16 elements
+// start 32 bytes further.
+// MN-major, a transposed operand: a row holds 64 elements along a dimension of the result, and there is one row per
+// index of the contracted dimension.  The next 64 elements start `between` bytes further, the next 16 rows 2048 bytes
+// further.
 __device__ inline uint64_t operand(const void* start, int between) {
   const uint64_t address = (shared_address(start) & 0x3ffff) >> 4;
   return address | static_cast<uint64_t>(between >> 4) << 16 | static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
@@ -203,7 +205,7 @@ __device__ inline void forget(float (&d)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "=f"(d[i]));
 }
 
-// Result d of 64 x N: thread `lane` of warp w of the four holds, for column block j of 8,
+// Layout of a result d [64, N].  For column block j (8 columns), lane `lane` of warp w (of the four) holds:
 //   d[4j], d[4j + 1]      row 16w + lane / 4,      columns 8j + 2 (lane % 4), + 1
 //   d[4j + 2], d[4j + 3]  row 16w + lane / 4 + 8,  the same columns
 // A left operand of 64 x 16 in registers has the layout of two column blocks of a result, packed in pairs.

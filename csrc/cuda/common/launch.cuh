@@ -30,7 +30,7 @@ inline int device_attribute(cudaDeviceAttr attribute) {
 
 // A decode step is a chain of small kernels.  If each started after its predecessor's end, every launch would leave a
 // gap of microseconds.  With launch() a kernel starts while its predecessor in the stream still runs (programmatic
-// dependent launch, since Hopper).  On older GPUs both functions below are empty.
+// dependent launch, since Hopper).  On older GPUs the two device functions below are empty.
 //
 // The kernel must call wait_for_previous_kernels() before it touches memory that an earlier kernel may still write or
 // read; in practice, before its first access to device memory other than weights.  After the call, the work of all
@@ -41,15 +41,16 @@ __device__ inline void wait_for_previous_kernels() {
 #endif
 }
 
-// Lets the stream's next kernel start once all CTAs have called this; that kernel then runs up to its own wait.
+// Lets the stream's next kernel start once all CTAs have called this.  That kernel then runs up to its call of
+// wait_for_previous_kernels().
 __device__ inline void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Launches kernel(args...), which must call the two functions above, because it may start while its predecessor runs.
-// `others` are further launch attributes; before Hopper no attribute is set.
+// Launches kernel(args...).  The kernel must call the two functions above, because it may start while its predecessor
+// runs.  `others` are further launch attributes; on GPUs before Hopper no attribute is set.
 template <int n, class... Params, class... Args>
 void launch_with(const cudaLaunchAttribute (&others)[n], void (*kernel)(Params...), dim3 grid, dim3 block,
                  int shared_bytes, cudaStream_t stream, Args&&... args) {
@@ -87,14 +88,14 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, 
   launch_with({same_split()}, kernel, grid, block, shared_bytes, stream, std::forward<Args>(args)...);
 }
 
-// launch() with clusters of `cluster` CTAs; before Hopper without clusters.
+// launch() with clusters of `cluster` CTAs; on GPUs before Hopper without clusters.
 template <class... Params, class... Args>
 void launch_clusters(void (*kernel)(Params...), int cluster, dim3 grid, dim3 block, int shared_bytes,
                      cudaStream_t stream, Args&&... args) {
   launch_with({clusters_of(cluster)}, kernel, grid, block, shared_bytes, stream, std::forward<Args>(args)...);
 }
 
-// launch_clusters() for a kernel whose CTAs shall share multiprocessors with those of its predecessor.
+// launch_clusters() for a kernel whose CTAs should run on the same multiprocessors as its predecessor's CTAs.
 template <class... Params, class... Args>
 void launch_clusters_beside(void (*kernel)(Params...), int cluster, dim3 grid, dim3 block, int shared_bytes,
                             cudaStream_t stream, Args&&... args) {

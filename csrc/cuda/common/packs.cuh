@@ -58,8 +58,8 @@ __device__ void store_pack(T* p, const Pack<T, n>& pack) {
   *reinterpret_cast<Pack<T, n>*>(p) = pack;
 }
 
-// Conversions of a pack to and from float.  16-bit elements are converted in pairs: 1 instruction per element to widen
-// and 1/2 to narrow, instead of 2 and 3.
+// Conversions of a pack to and from float.  16-bit elements are converted in pairs: widening takes 1 instruction per
+// element instead of 2, narrowing 1/2 instead of 3.
 template <class T, int n>
 __device__ void widen(const Pack<T, n>& pack, float (&x)[n]) {
   if constexpr (sizeof(T) == 2 && n % 2 == 0) {

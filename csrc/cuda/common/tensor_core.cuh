@@ -55,8 +55,8 @@ __device__ inline uint32_t transpose(uint32_t pair) {
   return result;
 }
 
-// Transposes within a quad, four lanes that share one row of an mma result.  Before, each lane holds 2 columns of each
-// of 4 column blocks of 8.  Afterwards lane t of the quad holds all 8 columns of block t.
+// Transposes within a quad: the four lanes that share one row of an mma result.  Before the call, each lane holds 2
+// columns of each of 4 column blocks (8 columns each).  The result of lane t of the quad is all 8 columns of block t.
 __device__ inline uint4 gather_block(uint32_t x0, uint32_t x1, uint32_t x2, uint32_t x3, int lane) {
   const bool high = lane & 2, odd = lane & 1;
   const uint32_t a0 = __shfl_xor_sync(~0u, high ? x0 : x2, 2), a1 = __shfl_xor_sync(~0u, high ? x1 : x3, 2);
@@ -115,7 +115,8 @@ __device__ inline uint32_t widen_e4m3(uint32_t pair) {
   return wide.x | static_cast<uint32_t>(wide.y) << 16;
 }
 
-// Widens four e4m3 values into two registers; widen_e4m3 would need a shift for the upper two.
+// Widens four e4m3 values to fp16, into two registers; two calls of widen_e4m3 would need a shift for the upper two
+// values.
 __device__ inline void widen_four(uint32_t four, uint32_t& first, uint32_t& second) {
   asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\n"
       "cvt.rn.f16x2.e4m3x2 %1, high;\n}"

@@ -41,7 +41,7 @@ __device__ inline float sum_of_row(float x) {
   __shared__ float per_warp[kWarp];
   if (threadIdx.x % kWarp == 0) per_warp[threadIdx.x / kWarp] = x;
   __syncthreads();
-  x = 0;  // a loop is faster than shuffles: the loads are independent
+  x = 0;  // this loop is faster than shuffles, because its loads are independent
   for (int warp = 0; warp < threads / kWarp; ++warp) x += per_warp[warp];
   return x;
 }

@@ -39,7 +39,7 @@ struct ExpertsArgs {
   const float* weights;  // [tokens, top]
   // Format of gate_up and down in the layout of experts_layout.h, with x in bf16; none: plain rows in dtype, as below.
   std::optional<experts_layout::Format> packed;
-  const void* gate_up;       // [experts, 2 * inner, hidden]: per expert gate rows, then up rows; clamped: interleaved
+  const void* gate_up;       // [experts, 2 * inner, hidden]: per expert gate rows, then up rows; clamped: alternating
   const void* gate_up_bias;  // [experts, 2 * inner], in the order of the rows; or null
   const void* down;          // [experts, hidden, inner]
   const void* down_bias;     // [experts, hidden], or null
@@ -53,11 +53,11 @@ struct ExpertsArgs {
   float alpha, limit;  // constants of `clamped`
 };
 
-// few: up to kMaxPairs pairs, any GPU since Ampere.  few_sm90: the same, since Hopper.  grouped: any number, Hopper
-// only.
+// few: up to kMaxPairs pairs, on any GPU since Ampere.  few_sm90: up to kMaxPairs pairs, since Hopper.  grouped: any
+// number of pairs, on Hopper only.
 enum class ExpertsWay { few, few_sm90, grouped };
 ExpertsWay way_of(const ExpertsArgs& args);  // returns the fastest way for these sizes on this GPU
-bool takes_packed(const ExpertsArgs& args);  // whether this GPU multiplies by packed weights of these sizes
+bool takes_packed(const ExpertsArgs& args);  // whether this GPU supports packed weights of these sizes
 
 struct ExpertsMemory {
   int64_t between, sums, order, gathered;  // bytes

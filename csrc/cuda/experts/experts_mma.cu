@@ -1,7 +1,7 @@
 // The GEMMs of `experts` on any GPU since Ampere, for any sizes.
 //
-//   gate_up   x ──> between [pairs, inner] = silu(gate) * up       grid (rows of inner, experts that can be chosen)
-//   down      between ──> sums [pairs, hidden], with biases         grid (rows of hidden, the same)
+//   gate_up   x ──> between [pairs, inner] = silu(gate) * up       grid (blocks of inner, max chosen experts)
+//   down      between ──> sums [pairs, hidden], with biases         grid (blocks of hidden, max chosen experts)
 //
 // CTAs with blockIdx.y == n compute all pairs of the n-th chosen expert.  So that expert's rows are read from memory
 // once for up to 32 pairs.  A group of warps multiplies 16 rows by the pairs, 8 pairs at a time, on tensor cores. Each
@@ -28,7 +28,7 @@ namespace {
 
 constexpr int kWarp = 32, kWarps = 8, kThreads = kWarps * kWarp;
 constexpr int kWidth = 8;                        // elements per load of a lane
-constexpr int kStep = 4 * kWidth, kSteps = 4;    // elements of a row per load of a warp; loads in flight
+constexpr int kStep = 4 * kWidth, kSteps = 4;    // elements of a row that a warp loads at once; loads in flight
 constexpr int kChunk = kSteps * kStep;           // elements of a row per iteration of a warp
 constexpr int kPairs = 8, kMaxTiles = 4;         // pairs per tile; tiles per loaded weight
 constexpr int kGateSlices = 4, kDownSlices = 2;  // warps that split a row's elements
@@ -97,7 +97,7 @@ __device__ uint4 load_inputs(const void* p, bool inside) {
   return numbers;
 }
 
-// load_inputs() for weights: one lane reads them once, so L1 does not keep them.
+// load_inputs() for weights.  Each weight is read once, by one lane, so L1 does not keep it.
 __device__ uint4 load_weights(const void* p, bool inside) {
   uint4 numbers;
   asm("{\n.reg .pred inside;\nsetp.ne.b32 inside, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\n"
@@ -107,9 +107,9 @@ __device__ uint4 load_weights(const void* p, bool inside) {
   return numbers;
 }
 
-// Accumulates in sums[n] the GEMM of 16 rows with the pairs of tile n, over this warp's chunks of `size` elements. low,
-// high: rows g and g + 8.  x[n]: input of pair g of tile n.  A lane's sums: row g with pairs 2t and 2t + 1, then row g
-// + 8 with the same pairs.
+// Multiplies 16 rows by the pairs of each tile n, over this warp's chunks of the `size` elements, and adds the results
+// to sums[n].  low, high: weights of rows g and g + 8.  x[n]: input of pair g of tile n.  A lane's four sums: row g
+// with pairs 2t and 2t + 1, then row g + 8 with the same pairs.
 template <int kSlices, class T, int kTiles>
 __device__ void multiply(const T* low, const T* high, const T* const (&x)[kTiles], int size, int slice,
                          float (&sums)[kTiles][4]) {
@@ -143,9 +143,9 @@ __device__ void multiply(const T* low, const T* high, const T* const (&x)[kTiles
 
 using Partial = float[kWarps][kMaxTiles * 4][kWarp];  // accumulators per warp and lane
 
-// Multiplies 16 rows by all pairs of an expert.  of_pair(i): input of pair i of the list.  For each i one of the kSlices
-// warps that share a tile calls use(i, low, high) with the results of rows lane / 4 and lane / 4 + 8.  All threads of
-// the CTA must call this.
+// Multiplies 16 rows by all pairs of an expert.  of_pair(i): input of pair i of the list.  For each i one of the
+// kSlices warps that share a tile calls use(i, low, high) with the results of rows lane / 4 and lane / 4 + 8.  All
+// threads of the CTA must call this.
 template <int kSlices, class T, class OfPair, class Use>
 __device__ void for_all_pairs(int count, const T* low, const T* high, int size, Partial& partial, const OfPair& of_pair,
                               const Use& use) {
@@ -252,8 +252,8 @@ __global__ void __launch_bounds__(kThreads, 2) down_kernel(ExpertsArgs a) {
 
 unsigned parts(int n, int size) { return static_cast<unsigned>((n + size - 1) / size); }
 
-// CTAs that share the `blocks` row blocks of each expert.  If there are many, a CTA takes several blocks, because it
-// then lists its pairs only once.
+// Returns the number of CTAs that share the `blocks` row blocks of each expert.  If there are many blocks, a CTA takes
+// several, so that it lists its pairs only once.
 unsigned shares(unsigned blocks, unsigned experts) {
   const unsigned turns = std::clamp<unsigned>(blocks * experts / kManyCtas, 1, kMaxTurns);
   return (blocks + turns - 1) / turns;

@@ -15,7 +15,7 @@
 // elements:
 //
 //   low, high rows   lane 4g + t: elements 8t .. 8t + 7 of a low and of a high row      A of two mma16816, twice
-//   8 pairs          lane 4g + t: the same elements of pair g, from global memory        B, loaded a stage ahead
+//   8 pairs          lane 4g + t: the same elements of pair g, from device memory        B, loaded a stage ahead
 //
 // A dot product may add its terms in any order.  So the first mma takes four of a lane's eight elements as columns 2t,
 // 2t + 1, 2t + 8 and 2t + 9, and the second mma takes the other four.  At the end of an item the accumulators of the 8
@@ -97,8 +97,8 @@ using Partial = float4[kWarps][kBlocks][kWarp];
   __syncwarp();
 }
 
-// Row of a block of 8 that a lane reads.  Lanes 4g to 4g + 7 read 16 bytes each at a time.  In the swizzled layout rows
-// r and r + 4 have these bytes in different banks; neighbouring rows do not.
+// Row, in a block of 8 rows, that a lane reads.  Lanes 4g to 4g + 7 read 16 bytes each at the same time.  In the
+// swizzled layout the bytes of rows r and r + 4 are in different banks; those of neighbouring rows are not.
 [[maybe_unused]] __device__ int row_of_lane() {
   const int g = threadIdx.x % kWarp / 4;
   return g / 2 + g % 2 * 4;
@@ -143,7 +143,7 @@ struct Inputs {
   uint4 of_tile[kTiles];
 };
 
-// Offset of a lane's elements of a stage, relative to the first element of the pair's row of x.
+// Offset of a lane's elements of stage 0 from the start of the pair's row of x.
 [[maybe_unused]] __device__ int place_in_stage() { return threadIdx.x / kWarp * kOfWarp + threadIdx.x % 4 * 8; }
 
 // Loads a lane's elements of x for a stage.  If the warp's elements lie past `size`, y keeps its old contents.
@@ -191,10 +191,11 @@ __device__ void multiply(const T* x, const int (&from)[kMaxTiles], const Inputs<
 }
 
 // Adds the accumulators of all warps, tile by tile.  Calls use(i, low, high) for each pair i below count, with the
-// results of the lane's low and high row of block warp % 2.  Two warps do that for a tile while the others continue.
+// results of the lane's low and high row of block warp % 2.  Two warps make these calls for a tile while the other
+// warps continue.
 //
-// `round` counts tiles, which use the two buffers in turn.  A warp writes to a buffer only after the sync of the tile
-// that followed the buffer's last tile.  Warps that read the buffer reach that sync only after they have read it.
+// `round` counts tiles, which alternate between two buffers.  A warp writes a tile to a buffer only after the barrier
+// of the tile before, which warps reach only after they have read this buffer.
 template <int kTiles, class Use>
 __device__ void add_up(const float (&sums)[kTiles][kBlocks][4], int count, Partial (&partials)[2], int& round,
                        const Use& use) {
@@ -234,7 +235,7 @@ __device__ void by_tiles(int count, const Run& run) {
   run(std::integral_constant<int, kMaxTiles>{});
 }
 
-// Stores a pair's results of a low and a high row.  low, high: results with the biases added.
+// Stores a pair's results for a low row and its high row.  low, high: results with the biases added.
 template <class T, Kind kKind>
 __device__ void store(const ExpertsArgs& a, int64_t pair, int row, float low, float high) {
   if constexpr (kKind == Kind::down) {
@@ -284,8 +285,8 @@ __device__ void multiply_items(const Product& p, const ExpertsArgs& a, const Pai
   Inputs<kMaxTiles> first = {};
   load_inputs(x, pass.from, tiles_of(pass.count), 0, p.size, first);
   while (true) {
-    const int row =
-        pass.item % share.blocks * kRows + warp % kBlocks * 8 + row_of_lane();  // row that this lane finishes
+    // Low row whose results this lane stores.
+    const int row = pass.item % share.blocks * kRows + warp % kBlocks * 8 + row_of_lane();
     float low_bias = 0, high_bias = 0;
     if (p.bias != nullptr) {
       const T* const bias = static_cast<const T*>(p.bias) + static_cast<int64_t>(pass.chosen.expert) * 2 * p.rows;
@@ -311,13 +312,13 @@ __device__ void multiply_items(const Product& p, const ExpertsArgs& a, const Pai
   }
 }
 
-/* Grid (multiprocessors).  Memory traffic: the weights of chosen experts; from L2 the inputs of pairs, per item.
+/* Grid (multiprocessors).  Memory traffic: the weights of chosen experts, once; from L2 the inputs of the pairs, per item.
 
-   `down` reads `chosen` and starts copies before gate_up has ended.  It may, for these reasons:
+   `down` reads `chosen` and starts copies before gate_up has ended.  That is safe for these reasons:
    - No CTA of `down` starts before every CTA of gate_up has called let_next_kernel_start.  They call it after their
      wait, so all kernels before gate_up have ended.  `chosen` is written, and visible in L2, where __ldcg reads it.
    - gate_up does not write `chosen`, and kernels after `down` in the stream write nothing before `down` has ended.  So
-     the memory of `chosen` is not used anew while `down` reads it.
+     no kernel overwrites `chosen` while `down` reads it.
    - No kernel writes weights. */
 template <class T, Kind kKind>
 __global__ void __launch_bounds__(kThreads, 1)

@@ -13,8 +13,8 @@
 //   a stage   64 elements of the contracted dimension, of these 256 rows (32 KB) and of the tile's pairs
 //
 //   warp 0       takes items by ticket, and copies stages by TMA as far ahead as the ring allows, across items
-//   warps 4-7,   a warpgroup each for 64 low and 64 high rows.  A thread has the sums of a gate row and of its up row for
-//   warps 8-11   the same pairs, so the activation needs no shuffles
+//   warps 4-7,   a warpgroup each for 64 low and 64 high rows.  A thread has the sums of a low row and of its high
+//   warps 8-11   row for the same pairs, so the activation needs no shuffles
 //
 // wgmma's N is 16, 32, 64, 96, .. 192: the smallest that holds the pairs of the tile.  Results accumulate in float32,
 // in an order that depends only on `size`, so a token's result does not depend on other tokens.  Results are transposed
@@ -22,8 +22,8 @@
 // A reader of weights defines their layout in a stage, and how a warpgroup multiplies a slab: PlainRows here, and
 // PackedRows of packed.cuh for quantised weights.
 //
-// If an expert has one tile, its weights are read once and leave L2 first.  Grid: a CTA per multiprocessor, 225 KB of
-// shared memory.  Traffic from L2 per item: size * (256 + pairs) * 2 bytes; FLOPs: size * 256 * pairs * 2.
+// The weights of an expert with one tile are read once, so L2 evicts them first.  Grid: a CTA per multiprocessor, 225
+// KB of shared memory.  Traffic from L2 per item: size * (256 + pairs) * 2 bytes; FLOPs: size * 256 * pairs * 2.
 #pragma once
 
 #include <cuda.h>
@@ -50,7 +50,8 @@ constexpr int kItemRows = kGroups * kGroupRows;
 constexpr int kBoxRows = 16;  // rows of x per copy
 static_assert(kPlainTilePairs <= kWarp * kBoxRows && kPackedTilePairs <= kWarp * kBoxRows);
 
-// kParts warpgroups per kGroups share a stage of kParts slabs, one each, and add up their results after each item.
+// For each of the kGroups there are kParts warpgroups.  They share a stage of kParts slabs, one slab each, and add up
+// their results after each item.
 template <class Rows>
 constexpr int kMultipliers = Rows::kParts * kGroups * kWarpgroup;
 template <class Rows>
@@ -62,8 +63,8 @@ struct Item {
 };
 
 struct Params {
-  CUtensorMap weight, x;  // weight: of PlainRows
-  const char* packed;     // weights of PackedRows
+  CUtensorMap weight, x;  // weight: set for PlainRows
+  const char* packed;     // packed weights, for PackedRows; else null
   PairOrder order;
   const void* bias;
   void* out;
@@ -75,7 +76,7 @@ struct Params {
 struct Shared {
   char* stages;
   uint64_t *full, *empty;
-  Item* items;      // [kStages]: for a stage that begins an item, that item
+  Item* items;      // [kStages]: the item that begins in the stage; other entries are not read
   float* partials;  // [results per thread][kGroups * kWarpgroup], if kParts is 2
 };
 
@@ -83,8 +84,8 @@ struct Shared {
 
 // -- The warp that copies
 
-// Copies `slabs` slabs of the rows of x of a tile, one box of a slab per lane.  The last box may include rows of the next
-// tile or zeros; their results are not stored.
+// Copies `slabs` slabs of the rows of x of a tile, one box of a slab per lane.  The last box may include rows of the
+// next tile or zeros; their results are not stored.
 template <class Rows>
 __device__ void copy_x(const Params& p, const PairTile& tile, char* to, uint64_t* full, int slab, int slabs, int lane) {
   const int at = lane / Rows::kParts * kBoxRows, part = lane % Rows::kParts;
@@ -132,10 +133,10 @@ struct PlainRows {
   }
 };
 
-/* Called by one complete warp.  `down` reads the tiles and copies weights before gate_up has ended.  It may, because:
+/* Called by one complete warp.  `down` reads the tiles and copies weights before gate_up has ended.  That is safe because:
    - No CTA of `down` starts before every CTA of gate_up has called let_next_kernel_start.  They call it after their
      wait, so the sort has ended and its results are visible in L2, where __ldcg reads them.
-   - gate_up writes only its own ticket there, and later kernels write nothing before `down` has ended.
+   - Of the memory of the tiles gate_up writes only its own ticket, and later kernels write nothing before `down` has ended.
    - No kernel writes weights. */
 template <class Rows, Kind kKind>
 __device__ void copy_stages(const Params& p, const Shared& s) {
@@ -229,8 +230,8 @@ __device__ uint32_t both(T first, T second) {
          static_cast<uint32_t>(reinterpret_cast<const uint16_t&>(second)) << 16;
 }
 
-// Stores the results of 64 low and 64 high rows with N pairs to `out`; low and high are in wgmma's layout.  row: first of
-// this warp's 16 low rows.
+// Stores the results of 64 low and 64 high rows with N pairs to `out`; low and high are in wgmma's layout.  row: first
+// of this warp's 16 low rows.
 template <class T, Kind kKind, int N>
 __device__ void store(const Params& p, const Item& item, int row, const Biases& biases, const float* low,
                       const float* high) {
@@ -274,8 +275,8 @@ __device__ void store(const Params& p, const Item& item, int row, const Biases& 
   }
 }
 
-// Adds the results of the second part to those of the first, in shared memory.  Returns true for the second part, which has
-// nothing left to do.
+// Adds the results of the second part to those of the first, in shared memory.  Returns true for the second part, which
+// has nothing left to do.
 template <class Rows, int N>
 __device__ bool add_parts(float* partials, int slabs, int part, float* low, float* high) {
   constexpr int kStep = kGroups * kWarpgroup, kWritten = 1, kRead = 2;  // kWritten, kRead: ids of named barriers
@@ -300,7 +301,7 @@ __device__ void multiply_item(const Params& p, const Shared& s, const Item& item
   using T = typename Rows::T;
   const int lane = threadIdx.x % kWarp, warpgroup = threadIdx.x / kWarpgroup - 1;
   const int group = warpgroup % kGroups, part = warpgroup / kGroups;
-  const int row = item.row + (group * kWarpgroup + threadIdx.x % kWarpgroup) / kWarp * 16;  // first of this warp's 16
+  const int row = item.row + (group * kWarpgroup + threadIdx.x % kWarpgroup) / kWarp * 16;  // first of the warp's 16
   const Biases biases = read_biases<T, kKind>(p, item.tile.expert, row + lane / 4);
   int before = 0;  // ring index of the stage whose wgmma may still run
   for (int slab = 0; slab < p.slabs; slab += Rows::kParts) {
@@ -374,7 +375,7 @@ __global__ void __launch_bounds__(kThreads<Rows>, 1) kernel(const __grid_constan
     keep_registers<24>();
     if (threadIdx.x < kWarp) copy_stages<Rows, kKind>(p, s);
   } else {
-    take_registers<Rows::kParts == 1 ? 240 : 112>();  // the CTA has 384 * 168 or 640 * 96
+    take_registers<Rows::kParts == 1 ? 240 : 112>();  // the CTA has 384 * 168 or 640 * 96 registers
     multiply_items<Rows, kKind>(p, s);
   }
 #endif

@@ -10,7 +10,7 @@ enum class Kind { silu, clamped, down };  // what is computed from the results o
 
 struct Gemm {
   const void* x;       // [places, size]; a place is the index of a pair in `order`
-  const void* weight;  // gate_up: [experts, 2 * rows, size], down: likewise, with rows = hidden / 2; or packed
+  const void* weight;  // [experts, 2 * rows, size], with rows = inner for gate_up, hidden / 2 for down; or packed
   const void* bias;    // [experts, 2 * rows], or null
   void* out;           // gate_up: [places, rows]; down: [pairs, 2 * rows]
   PairOrder order;

@@ -1,13 +1,14 @@
 // Reader of quantised weights for the grouped GEMM (grouped.cuh): they stay packed in shared memory, and each thread
 // widens its elements to bf16 in registers, which hold wgmma's left operand.
 //
-//   a stage   x of the tile's pairs (12 KB), then of two row tiles the low and the high tile (experts_layout.h)
-//   a step    half a slab: 16 registers of widened weights, 4 wgmmas.  Two sets of registers take turns: while the tensor
-//             cores read one, the thread widens the next half into the other
+//   a stage   x of the tile's pairs (12 KB), then two row tiles of weights, each a low and a high tile
+//             (experts_layout.h)
+//   a step    half a slab: 16 registers of widened weights, 4 wgmmas.  There are two sets of registers: while the tensor
+//             cores read one, the thread widens the next half slab into the other
 // With few pairs per expert, widening dominates the time.  Then twice as many warpgroups hide its latency (kParts 2):
 // two per row tile, each for every other slab.
-// A warpgroup computes one of the two row tiles.  The last item of an expert may have only one row tile: then the
-// results of the second warpgroup are not stored.
+// A warpgroup computes one of the two row tiles.  If the last item of an expert has only one row tile, the results of
+// the second warpgroup are not stored.
 #pragma once
 
 #include "cuda/experts/grouped.cuh"
@@ -17,7 +18,7 @@ namespace quire::cuda::grouped {
 
 namespace layout = experts_layout;
 
-// e2m1 with a power of two per 32 elements of a row.  Widening is exact: a value has two significant bits.
+// e2m1 values with a power-of-two scale per 32 elements of a row.  Widening is exact: a value has two significant bits.
 struct Mxfp4 {
   static constexpr int kTileBytes = layout::kMxfp4Bytes, kStages = 10, kFewStages = 7;
 
@@ -33,7 +34,7 @@ struct Mxfp4 {
   // Widens the left operand of step k.
   __device__ void widen(int k, uint32_t (&a)[4]) const {
     const uint32_t w = k == 0 ? words.x : k == 1 ? words.y : k == 2 ? words.z : words.w;
-    const uint32_t of_group = 0x4040 + k / 2 * 0x0101;  // selects a byte for both halves
+    const uint32_t of_group = 0x4040 + k / 2 * 0x0101;  // selects the group's scale, for both halves of a word
     const uint32_t first = __byte_perm(scales, 0, of_group) << 7, second = __byte_perm(scales, 0, of_group + 0x0202)
                                                                            << 7;
     constexpr uint32_t kBits = 0x81c081c0;
@@ -118,7 +119,7 @@ struct PackedRows {
   template <int N, class Between>
   __device__ static void multiply(const char* stage, int slabs, int group, int part, float* low, float* high, bool add,
                                   const Between& between) {
-    if (part >= slabs) {  // the last stage has one slab
+    if (part >= slabs) {  // the last stage may have one slab only, that of part 0
       wait_for_products<0>();
       return between();
     }

@@ -12,8 +12,8 @@ namespace {
 
 constexpr int kWarp = 32;
 
-// Key of a value and its index: the larger value has the larger key, of equal values the one with the lower index.  NaN
-// is not ordered.  All keys differ, and none is 0.
+// Packs a value and its index into one key.  A larger value has a larger key; of equal values the lower index has the
+// larger key.  The order of NaN is arbitrary.  All keys differ, and none is 0.
 __device__ uint64_t order_of(float x, int place) {
   const uint32_t bits = __float_as_uint(x + 0.0f);  // -0 becomes 0
   const uint32_t ordered = bits & 0x80000000 ? ~bits : bits | 0x80000000;

@@ -1,6 +1,6 @@
-// Sorts pairs by expert.  Up to kChunk pairs: one CTA.  More: one CTA per chunk counts the chunk's pairs per expert;
-// then each CTA adds up the counts of all chunks and scatters its own pairs.  Each expert's range of places does not
-// depend on the chunks, and a pair's result does not depend on its place.
+// Sorts pairs by expert.  One CTA sorts up to kChunk pairs.  For more pairs there is one CTA per chunk: it counts the
+// chunk's pairs per expert, adds up the counts of all chunks, and scatters its own pairs.  Each expert's range of
+// places does not depend on the chunks, and a pair's result does not depend on its place.
 #include "cuda/experts/sort.h"
 
 #include <algorithm>
@@ -66,7 +66,7 @@ __device__ void place_experts(int* counts, const PairOrder& to) {
   }
 }
 
-/* Grid (chunks).  kAlone: there is one chunk, which this kernel counts itself. */
+/* Grid (chunks).  kAlone: there is one chunk, and this kernel counts its pairs, too. */
 template <bool kAlone>
 __global__ void __launch_bounds__(kThreads) scatter_kernel(const int* chosen, PairOrder to) {
   __shared__ int next[kMaxExperts];    // pairs per expert, later the expert's next free place

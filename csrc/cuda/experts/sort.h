@@ -27,7 +27,7 @@ struct PairOrder {
   int* ticket(int gemm) const { return tile_count + 1 + gemm; }
 };
 
-// Bytes that a PairOrder needs, and the PairOrder whose arrays lie in `memory`.
+// Return the bytes of a PairOrder's arrays, and a PairOrder with its arrays in `memory`.
 int64_t pair_order_bytes(int pairs, int experts, int tile_pairs);
 PairOrder pair_order_at(void* memory, int pairs, int experts, int tile_pairs);
 

@@ -14,8 +14,8 @@ constexpr int kWarp = 32, kMaxThreads = 1024, kManyRows = 512;
 /* x, out [tokens, heads, size] · weight [size], all T.   RMSNorm (Zhang, Sennrich 2019)
  * blockDim.x threads keep a row (one head of one token) in registers: kPacks times kWidth elements each.
  * Short rows (heads) share a thread block, blockDim.y of them.  Grid: enough thread blocks for all rows.
- * Moves 2 * size elements per row.  No kernel writes weights: if registers suffice, they are loaded while the preceding
- * kernel still runs. */
+ * Moves 2 * size elements per row.  No kernel writes weights, so if registers suffice, the weights are loaded while the
+ * preceding kernel still runs. */
 template <class T, int kWidth, int kPacks>
 __global__ void __launch_bounds__(kMaxNorm / kWidth / kPacks < kMaxThreads ? kMaxNorm / kWidth / kPacks : kMaxThreads)
     rms_norm_kernel(RmsNormArgs a) {

@@ -11,8 +11,8 @@ constexpr int kWarp = 32, kMaxThreads = 512;
 /* qkv [tokens, heads + 2 * kv_heads, size] T · cos, sin [tokens, size] T · caches [blocks, kv_heads, block_size, size]
  * of Stored.   Rotary embedding (Su 2021) in transformers' layout: element i is rotated with element i + size / 2.
  * kNorm: RMSNorm of every query and key head first.
- * Grid (tokens, parts of the heads), block (lanes, y): a lane holds kPacks packs of either half of kHeads heads,
- * and their cos and sin.  Reads heads + 2 * kv_heads heads, cos and sin per token, and writes as many heads.
+ * Grid (tokens, parts of the heads), block (lanes, y): a lane holds kPacks packs of each half of kHeads heads,
+ * and their cos and sin.  Per token it reads heads + 2 * kv_heads heads, cos and sin, and writes as many heads.
  * The queries of a token with a negative index are rotated, too. */
 template <class T, class Stored, int kWidth, int kPacks, int kHeads, bool kNorm>
 __global__ void __launch_bounds__(kMaxThreads) rope_kv_write_kernel(RopeArgs a) {
@@ -135,7 +135,8 @@ void launch_rope(const RopeArgs& a, cudaStream_t stream) {
   const int packs = (a.size / 2 + kWidth - 1) / kWidth, all_heads = a.heads + 2 * a.kv_heads;
   int lanes = 1;
   while (lanes < packs && lanes < kWarp) lanes *= 2;
-  // All heads in one thread block if they fit, otherwise in equal parts; thread blocks consist of complete warps.
+  // One thread block has all heads if they fit, otherwise an equal part of them.  Thread blocks consist of complete
+  // warps.
   const int y = (all_heads + kHeads - 1) / kHeads, max_rows_per_block = kMaxThreads / lanes,
             parts = (y + max_rows_per_block - 1) / max_rows_per_block;
   const int per_warp = kWarp / lanes, each = ((y + parts - 1) / parts + per_warp - 1) / per_warp * per_warp;

@@ -93,9 +93,9 @@ __global__ void __launch_bounds__(kMaxThreads) quantise_rows_kernel(QuantiseArgs
   }
 }
 
-/* product [tokens, columns] T · out [tokens, features] T
- * Grid (packs of a row / threads, tokens): a thread makes one pack of kPack elements. Moves the GEMM's result, out, and the
- * residual if add. */
+/* gemm [tokens, columns] T · out [tokens, features] T
+ * Grid (packs of a row / threads, tokens): a thread makes one pack of kPack elements.  Reads the GEMM's result, with `add`
+ * also the residual, and writes out. */
 template <class T, int kPack, bool kSiluMul>
 __global__ void scale_gemm_kernel(ScaleArgs a) {
   let_next_kernel_start();

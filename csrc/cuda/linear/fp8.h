@@ -17,7 +17,7 @@ struct QuantiseArgs {
   void* values;  // [tokens, size] e4m3, out; x = values * scale
   float* one;    // [1], out: the value 1, cuBLAS's scale argument for both operands; not written if group_stride > 0
   float* scale;  // [tokens], out: the row's maximum magnitude / the maximum of e4m3
-  int64_t group_stride;  // 0; else scale is [size / 128, group_stride]: one scale per 128 elements of a row
+  int64_t group_stride;  // 0: one scale per row; else one per 128 elements, scale is [size / 128, group_stride]
   int64_t tokens;
   int size;  // a multiple of 16 (128 if group_stride > 0), at most kMaxQuantised
 };
@@ -25,7 +25,7 @@ constexpr int kMaxQuantised = 65536;
 void quantise_rows(const QuantiseArgs& args, cudaStream_t stream);
 
 struct ScaleArgs {
-  const void* gemm;      // GEMM's result in out's dtype: [tokens, features]; silu_mul: [tokens, gate and up features]
+  const void* gemm;      // result of the GEMM, in out's dtype: [tokens, features]; silu_mul: [tokens, 2 * features]
   const float* x_scale;  // [tokens]; null if the GEMM has applied the scales
   const float* weight_scale;  // [columns of GEMM]; or null
   const void* bias;           // [columns of GEMM] bf16; or null

@@ -61,8 +61,8 @@ Int4Params params_of(const Int4Args& a) {
   return p;
 }
 
-// Quantises x.  Eight lanes convert a chunk: the 128 elements of a token in one packed block.  Grid: (tokens * k blocks)
-// chunks, divided by the chunks per thread block.  Memory traffic: tokens * inner * 4 bytes.
+// Quantises x.  Eight lanes convert a chunk: the 128 elements of a token in one packed block.  Grid: (tokens * k
+// blocks) chunks, divided by the chunks per thread block.  Memory traffic: tokens * inner * 4 bytes.
 template <int kGroups>
 __global__ void __launch_bounds__(kConverting) convert_kernel(Int4Args a, char* to, char* x_scales) {
   let_next_kernel_start();
@@ -81,8 +81,8 @@ void convert_first(const Int4Args& a, cudaStream_t stream) {
   launch(kernel, dim3(blocks), dim3(kConverting), 0, stream, a, static_cast<char*>(a.converted), x_scales_of(a));
 }
 
-// Dequantises to bf16, one packed block per warp.  Grid (packed blocks / warps per thread block).  Memory traffic: the
-// packed weight, and 2 bytes per element written.
+// Dequantises to bf16, one packed block per warp.  Grid: packed blocks / warps per thread block.  Memory traffic: reads
+// the packed weight, writes 2 bytes per element.
 __global__ void __launch_bounds__(kDequantising) dequantise_kernel(DequantiseArgs a) {
   let_next_kernel_start();
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;

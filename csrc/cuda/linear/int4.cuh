@@ -4,10 +4,10 @@
 // of each row block and the activations that they multiply.  The packed blocks of a row block are contiguous, so TMA
 // copies them as plain bytes.
 //
-// The activations are first quantised to 16-bit integers, with one power-of-two scale per token and 128 elements of
-// inner, chosen so that the maximum reaches 2^14.  The error of an activation is at most 2^-15 of that maximum;
-// the error of an int4 weight is up to half of its scale.  Up to four tokens: each CTA quantises all activations into
-// shared memory at its start.  More tokens: convert_kernel runs first, and the stages copy its result.
+// The activations are first quantised to 16-bit integers.  Each 128 elements of a token share a power-of-two scale,
+// which brings their maximum to 2^14 or more.  The error of an activation is at most 2^-15 of that maximum; the error
+// of an int4 weight is up to half of its scale.  With up to four tokens, each CTA quantises all activations into shared
+// memory at its start.  With more tokens convert_kernel runs first, and the stages copy its result.
 //
 // A shift and a mask unpack four int4 weights into bytes.  The tensor cores multiply bytes (mma.m16n8k32), and an
 // activation is 256 * high + low, so each token takes two columns of the mma.  Sums within a group are exact integers;
@@ -42,7 +42,8 @@ struct Int4Params : Epilogue {
   int count, stages;     // stages per tile; stages in the shared-memory ring
 };
 
-// Scale of a token's quantised activations in one packed block, and the negated sums of these for the zero-point term.
+// Scale of a token's quantised activations in one packed block, and the negated sums of these activations, for the
+// zero-point term.
 template <int kGroups>
 struct alignas(16) XScale {
   int minus_sum[kGroups];  // -(sum of the integers), per group
@@ -57,7 +58,7 @@ template <int kNTiles>
 constexpr bool kConverts = kNTiles == 1;
 
 // Whether two CTAs share a multiprocessor, so that the next kernel starts early.  With more than eight tokens the
-// registers do not suffice for two CTAs; forcing two CTAs made a GEMM of 16 tokens take 1.8 times as long.
+// registers do not suffice for two CTAs: a GEMM of 16 tokens took 1.8 times as long with two CTAs.
 template <int kNTiles>
 constexpr bool kShared = kNTiles <= 2;
 constexpr int kFullSmemBytes = 190 << 10;
@@ -83,7 +84,7 @@ struct Int4Barriers {
   uint64_t full[kMaxStages], empty[kMaxStages];
 };
 
-// The producer warp's loop.  TMA fills zeros past the end of either tensor.
+// The loop of the producer warp.  TMA fills zeros past the end of the weight and of x.
 //
 // If each CTA quantises x, the next kernel may start once the last weight copy is issued: its first copies then overlap
 // the end of this kernel.  An earlier start is no faster.  If convert_kernel quantises x, an early start is no faster
@@ -126,7 +127,7 @@ __device__ inline void copy_stages(const CUtensorMap* weight_map, const CUtensor
   if (!kWithX && early < p.count) let_next_kernel_start();
 }
 
-// Rounds four bf16 values times `raise` to integers and splits them into signed high and low bytes.
+// Multiplies four bf16 values by `raise`, rounds to integers, and splits these into signed high and low bytes.
 __device__ inline void to_bytes(uint32_t pair, uint32_t next_pair, float raise, uint32_t& high, uint32_t& low) {
   // Adding 1.5 * 2^23 puts the rounded integer into the low mantissa bits.  Adding 128 more makes the second byte the
   // high byte of (integer - signed low byte).
@@ -249,7 +250,7 @@ __device__ inline void multiply_bytes(int (&c)[4], const uint32_t (&a)[4], uint3
 }
 
 // Token whose sums a lane holds in n tile `tile`.  A token has two mma columns, one for high and one for low bytes.
-// With more than one n tile, tokens are ordered so that a lane holds those of mma.m16n8k16: 2 t and 2 t + 1 of eight.
+// With more than one n tile, tokens are ordered so that a lane holds tokens 2 t and 2 t + 1 of eight, as in mma.m16n8k16.
 template <int kNTiles>
 __device__ inline int token_of(int tile, int pair) {
   return kNTiles == 1 ? pair : tile / 2 * 8 + pair * 2 + tile % 2;
@@ -345,7 +346,7 @@ __device__ inline void multiply_blocks(const char* k_block, int step, const char
   }
 }
 
-// Splits 0 .. kBlocks - 1 into bundles of at most kMax and calls run(first, count) for each, with integral constants.
+// Splits 0 .. kBlocks - 1 into ranges of at most kMax and calls run(first, count) for each, with integral constants.
 template <int kBlocks, int kMax, int kFrom = 0, class Run>
 __device__ inline void for_bundles(const Run& run) {
   if constexpr (kFrom < kBlocks) {

@@ -10,7 +10,7 @@ namespace {
 
 using namespace linears;
 
-constexpr int kUnit = 8;  // tile_features is a multiple of it
+constexpr int kUnit = 8;  // tile_features is a multiple of this
 
 template <class T, int kNTiles>
 void run(const LinearArgs& a, cudaStream_t stream) {

@@ -2,8 +2,8 @@
 //
 //   x [tokens, inner] · weight [features, inner] · out [tokens, features], bf16 or fp16, accumulated in float32
 //
-// Each multiprocessor runs one CTA on an equal number of weight rows, over all of inner.  So there is no split-K across
-// CTAs, whose reduction would take 2 to 5 us.
+// Each CTA multiplies by an equal number of weight rows, over all of inner.  Split-K across CTAs would need a reduction
+// of 2 to 5 us.
 //
 //        inner ->
 //   f   |----|----|----|----|   tile: p.rows rows of the weight, for one CTA
@@ -16,7 +16,7 @@
 // operand A of mma.m16n8k16 and the tokens are operand B, so 8 tokens cost as much as one.
 //
 // Weight copies start before the preceding kernels have ended, because no kernel writes weights.  Two CTAs fit on a
-// multiprocessor, so the next kernel's first 100 KB are copied while this one ends.
+// multiprocessor, so the next kernel copies its first 100 KB while this kernel ends.
 //
 // Grid (tiles). Memory traffic: the weight once from memory, tokens * inner * 2 bytes per tile from L2.  Rows, features
 // and tokens past the end read as zeros and are not written.
@@ -50,8 +50,8 @@ constexpr int kSmemBytes = 110 << 10;  // shared memory for the stages, in bytes
 
 inline int tiles_of(int n, int size) { return (n + size - 1) / size; }
 
-// Features per tile, a multiple of `unit`: as few as possible while n CTAs per multiprocessor cover all features, for
-// the smallest n that kMaxRows allows.
+// Returns the features per tile, a multiple of `unit`.  n CTAs per multiprocessor cover all features, with the smallest
+// n that kMaxRows allows; tiles are as small as that n allows.
 inline int features_of_tile(int features, bool silu_mul, int unit) {
   const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
   const int rounds = tiles_of(tiles_of(features, silu_mul ? kMaxRows / 2 : kMaxRows), multiprocessors);
@@ -70,7 +70,7 @@ struct Epilogue {
   bool float32_out;  // excludes add and silu_mul
 };
 
-// Makes the epilogue's parameters from the arguments of any linear layer.  unit: tile_features is a multiple of it.
+// Makes the epilogue's parameters from the arguments of any linear layer.  unit: tile_features becomes a multiple of this.
 template <class Args>
 Epilogue epilogue_of(const Args& a, int unit) {
   const int tile_features = features_of_tile(a.features, a.silu_mul, unit);
@@ -112,8 +112,8 @@ __device__ Pack<T, 8> each(const Pack<T, 8>& a, const Pack<T, 8>& b, const Of& o
   return narrow<T>(x);
 }
 
-// The share of an output tile that a thread stores: 8 features of every token_step-th token.  any: the thread stores
-// something.
+// The part of an output tile that a thread stores: 8 features of every token_step-th token.  any: false if the thread
+// stores nothing.
 template <class T>
 struct OutShare {
   int part, first_token, token_step;
@@ -218,7 +218,7 @@ __device__ void run_epilogue(const Epilogue& p, int first_feature, int first_blo
     }
   }
   sync_consumers();
-  if (p.float32_out) {  // a separate instance: its branches would lengthen the other epilogues by 0.2 us
+  if (p.float32_out) {  // separate code: its branches would lengthen the other epilogues by 0.2 us
     reduce_k_splits<T, kKSplits, kNTiles>(
         p, first_feature, all_sums, token_factor, row_factor, [&](int token, int, int feature, float y, float next) {
           if (feature >= p.features) return;

@@ -21,7 +21,7 @@ struct LinearArgs {
   bool add;          // out += the result, which is rounded to dtype first; if false, out = the result
   bool silu_mul;     // out = silu(gate) * up; gate and up are rounded to dtype first
   bool float32_out;  // out is float32; excludes add and silu_mul
-  bool share_x;      // the next kernel starts only once x is complete, so it may read x before it waits
+  bool share_x;      // let the next kernel start only once x is complete, so that it may read x before its wait
 };
 
 // Whether linear() supports these arguments: few enough tokens to beat cuBLAS, a Hopper GPU, and tensors that TMA can

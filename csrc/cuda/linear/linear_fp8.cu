@@ -4,8 +4,8 @@
 // Weights are widened to fp16 in registers, two per instruction, right before the mma.  So the activations must be
 // fp16, too: each CTA converts all of them at its start, into shared memory.
 //
-// Per k16 step a lane loads four consecutive k values of A and B instead of mma's 2 + 2; permuting k in both operands
-// leaves the result unchanged.  x is stored in shared memory in an order in which a lane loads its values of two k16
+// Per k16 step a lane loads four consecutive k values of A and B, where the mma expects two and two: permuting k in A
+// and B alike leaves the result unchanged.  In shared memory x is ordered so that a lane loads its values of two k16
 // steps at once.
 //
 // Grid (tiles).  Memory traffic: the weight once from memory, tokens * inner * 2 bytes per tile from L2.
@@ -40,7 +40,7 @@ inline __host__ __device__ int x_row_bytes(int inner) { return inner * static_ca
 // For GPUs before Hopper the kernel's body is empty and these functions are unused: hence [[maybe_unused]].
 
 // Table of a tile's block scales, [kMaxSets, slabs]; a slab is as wide as a scale block.  A set is one row of scale
-// blocks: at most 3 for 224 rows; with silu_mul 2 for 112 gate rows, then 2 for 112 up rows.
+// blocks.  The 224 rows of a tile touch at most 3 sets; with silu_mul, 112 gate rows touch 2, and 112 up rows 2 more.
 constexpr int kBlock = 128, kMaxSets = 4;
 constexpr int sets_per_half(bool silu_mul) { return silu_mul ? 2 : 3; }
 
@@ -143,8 +143,8 @@ __device__ void store_fp16(const uint4& eight, uint32_t raise, char* quarter) {
   sync_consumers();
 }
 
-// The producer warp's loop.  The next kernel may start once the last copy is issued: its first copies then overlap this
-// kernel's tail.  An earlier start is no faster.
+// The loop of the producer warp.  The next kernel may start once the last copy is issued: its first copies then overlap
+// the end of this kernel.  An earlier start is no faster.
 [[maybe_unused]] __device__ void copy_stages(const CUtensorMap* map, const Fp8Params& p, int first_feature,
                                              char* stages, uint64_t* full, uint64_t* empty) {
   const int stage_bytes = p.depth * p.rows * kSlabBytes;
@@ -284,7 +284,7 @@ int table_bytes(const LinearFp8Args& a) {
 int bytes_after_stages(const LinearFp8Args& a) { return a.tokens * x_row_bytes(a.inner) + table_bytes(a); }
 
 Fp8Params params_of(const LinearFp8Args& a) {
-  constexpr int kUnit = 8;  // tile_features is a multiple of it
+  constexpr int kUnit = 8;  // tile_features is a multiple of this
   Fp8Params p{epilogue_of(a, kUnit)};
   p.x = {.x = a.x, .x_stride = a.x_stride, .norm = a.norm, .eps = a.eps, .chunks = a.inner / kXChunk};
   p.scale = a.scale;

@@ -13,8 +13,8 @@ namespace quire::cuda::linears {
 constexpr int kXChunk = 128, kXBytes = kXChunk * static_cast<int>(sizeof(bf16));
 constexpr int kUnit = 64;  // bytes of half a 128-element chunk
 constexpr int kXChunksAtOnce = kConsumerThreads / 8;
-// Maximum chunks per thread, because more do not fit into registers.  A token has at least one, so it also limits
-// tokens.
+// Maximum chunks per thread, because more do not fit into registers.  A token has at least one chunk, so this also
+// limits the tokens.
 constexpr int kMaxParts = 4, kMaxTokens = kMaxParts;
 
 struct XArgs {
@@ -80,7 +80,7 @@ __device__ inline void for_parts(int chunks, const Use& use) {
   for (int chunk = threadIdx.x / 8; chunk < chunks; chunk += kXChunksAtOnce) use(chunk);
 }
 
-// Applies the RMS norm to x in shared memory; each thread handles its own chunks.  For the consumer warps.
+// Applies the RMS norm to x in shared memory; each thread handles its own chunks.  Called by the consumer warps.
 //   squares  scratch in shared memory: sum of squares per token and warp
 __device__ inline void norm_x(const XArgs& a, int tokens, char* smem_x, int row_bytes,
                               float (&squares)[kMaxTokens][kWarps]) {
@@ -114,8 +114,8 @@ __device__ inline void norm_x(const XArgs& a, int tokens, char* smem_x, int row_
 }
 
 // Waits for the preceding kernels and reads x into `smem_x`, where tokens are row_bytes apart.  Applies the RMS norm if
-// a.norm is set.  A thread may read its own chunks immediately, and chunks of other threads only after a barrier.  For
-// the consumer warps.
+// a.norm is set.  A thread may read its own chunks immediately, and chunks of other threads only after a barrier.
+// Called by the consumer warps.
 __device__ inline void read_x(const XArgs& a, int tokens, char* smem_x, int row_bytes,
                               float (&squares)[kMaxTokens][kWarps]) {
   if (a.norm != nullptr) {  // prefetch the norm's weight into L1 while the preceding kernels still run

@@ -1,13 +1,13 @@
-// LoRA adapters on Hopper, in clusters of CTAs: A x of more rows, and y += B A x of up to 32 rows in one launch.
-// With few rows, launches take longer than memory accesses:
+// LoRA adapters on Hopper, in clusters of CTAs.  For up to 32 rows one launch computes y += B A x; for more rows
+// lora_shrink_in_clusters computes A x.  With few rows, launches take longer than memory accesses:
 //
 //   GEMM of the base model   x ──────────────────────────> y
 //   this kernel              x ─ A x ─ cluster ─ B A x ─ wait ─> y += B A x
 //
 // The GEMM lets this kernel start once x is complete (`LinearArgs::share_x`), so all but the last step overlaps it.
-// A cluster of 8 CTAs, 32 warps, has one tile of rows of one adapter and 32 blocks of features.  The warps share the
+// A cluster of 8 CTAs (32 warps) has one tile of rows of one adapter and 32 blocks of features.  The warps share the
 // inputs; each CTA adds up the sums of all warps, and each warp then computes one feature block.  Several clusters
-// compute the same A x: another launch, or a wait for other clusters, would take longer.
+// compute the same A x, because another launch, or a wait for other clusters, would take longer.
 
 #include <algorithm>
 
@@ -43,7 +43,8 @@ __device__ float peer_value(const float* mine, int rank) {
   return value;
 }
 
-// Calls use(block) for the packed blocks of A, of `blocks` per rank block, that this warp of the cluster multiplies.
+// Calls use(block) for those of the `blocks` packed blocks of a rank block of A that this warp of the cluster
+// multiplies.
 template <class Use>
 __device__ void for_own_blocks(int blocks, const Use& use) {
   const int own = blockIdx.x % kCluster * kWarps + threadIdx.x / 32;
@@ -123,7 +124,7 @@ __device__ float sum_of_cluster(const float* mine) {
   return sum;
 }
 
-/* h = A x of more rows, in a cluster per rank block and tile.  Grid (8, rank blocks, tiles). */
+/* h = A x for any number of rows.  Grid (8, rank blocks, tiles): a cluster of 8 CTAs per rank block and tile. */
 template <class T>
 __global__ void __launch_bounds__(kThreads) shrink_in_clusters_kernel(LoraShrinkArgs a) {
   __shared__ float sums[kLoraRows * kLoraRanks];
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(kThreads) shrink_in_clusters_kernel(LoraShrink
         from_float<T>(sum_of_cluster(sums + i));
   }
   __syncwarp();
-  sync_cluster();  // no CTA may end while others read its sums
+  sync_cluster();  // a CTA must not end while other CTAs read its sums
 }
 
 // Adds B h of the tile's rows.  h [., ranks] lies in shared memory.
@@ -193,7 +194,7 @@ struct Feature {
 
   __device__ int feature() const { return place.block * kLoraFeatures + threadIdx.x % 4 * 8; }
 
-  // Reads the lane's y, once it is complete.  False: this block adds nothing to it.
+  // Reads the lane's elements of y, which must be complete.  Returns false if this block adds nothing to them.
   __device__ bool read(const LoraAddArgs& a, const LaneRows<kTiles>& rows, Pack<T, 8> (&y)[kTiles],
                        Pack<T, 8> (&up_of)[kTiles]) const {
     if (!exists || feature() >= a.features[place.part] || (!kSilu && b.rank_blocks == 0)) return false;
@@ -213,8 +214,8 @@ struct Feature {
   }
 };
 
-/* Grid (warps for feature blocks, in clusters; tiles, then one more with an activation: rows without an adapter).
- * A warp makes every warps-th feature block, the first one before y is complete. */
+/* Grid (CTAs for the feature blocks, in clusters; tiles).  With an activation, one more tile has the rows without an adapter.
+ * A warp computes every n-th feature block, where n is the number of warps; B A x of its first block before y is complete. */
 template <class T, bool kSilu, int kTiles>
 __global__ void __launch_bounds__(kThreads, kTiles == 1 ? 4 : 3) add_kernel(LoraAddArgs a) {
   extern __shared__ float sums[];  // [32, ranks], then h [32, ranks] of T
@@ -253,7 +254,7 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 ? 4 : 3) add_kernel(Lora
     sync_cluster();
     for (int i = threadIdx.x; i < tile.z * ranks; i += kThreads) h[i] = from_float<T>(sum_of_cluster(sums + i));
     __syncthreads();
-    sync_cluster();  // no CTA may end while others read its sums
+    sync_cluster();  // a CTA must not end while other CTAs read its sums
   }
   Deltas deltas = {}, ups = {};
   Pack<T, 8> y[kTiles], up_of[kTiles];
@@ -275,7 +276,7 @@ void add(const LoraAddArgs& a, cudaStream_t stream) {
   for (int part = 0; part < (a.out == nullptr ? a.parts : 1); ++part) {
     blocks += (a.features[part] + kLoraFeatures - 1) / kLoraFeatures;
   }
-  // Each cluster computes A x of its tile again, so no more than the multiprocessors run together.
+  // Each cluster of a tile repeats its A x, so there are no more clusters than the multiprocessors run at once.
   const int together = std::max(1, kCtas / (kCluster * std::max(1, a.tile_count)));
   const int wanted = (blocks + kInputWarps - 1) / kInputWarps, each = (wanted + together - 1) / together;
   const int clusters = (wanted + each - 1) / each;

@@ -19,7 +19,7 @@ __device__ Pack<T, kWidth> sum_of(const Pack<T, kWidth>& y, const float4& low, c
   return narrow<T>(x);
 }
 
-/* Grid (columns of y, or of out, in blocks of 8 * kThreads; rows). */
+/* Grid (columns of y or out / (8 * kThreads), rows). */
 template <class T, bool kSilu>
 __global__ void __launch_bounds__(kThreads) add_deltas_kernel(LoraDeltasArgs a) {
   let_next_kernel_start();

@@ -13,10 +13,10 @@ using namespace loras;
 constexpr int kBlocksAtOnce = 8;                    // packed blocks of A that a warp holds in registers
 constexpr int kCtaBlocks = kWarps * kBlocksAtOnce;  // packed blocks of A that a CTA holds
 
-/* h[split, i, 16 block ..] = A x over a share of the inputs, for the rows of one tile.
+/* Computes A x for 16 ranks (a rank block) of one tile's rows, over a part of the inputs (a split).
  * Grid (rank blocks, splits, tiles).  The four warps share the inputs; A is operand A of mma.m16n8k16, rows of x are
- * operand B.  A lane reads 16 contiguous bytes of both: any order of the inputs will do if both have it.  No kernel
- * writes adapters, so the first blocks of A are read while the preceding kernel still runs. */
+ * operand B.  A lane reads 16 contiguous bytes of each operand: the order of the inputs is free if both operands use the
+ * same order.  No kernel writes adapters, so the first blocks of A are read while the preceding kernel still runs. */
 template <class T>
 __global__ void __launch_bounds__(kThreads) shrink_kernel(LoraShrinkArgs a) {
   let_next_kernel_start();
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads) shrink_kernel(LoraShrinkArgs a) {
   add_up_warps(sums, all_sums, tile.z, h + block * kLoraRanks, a.ranks);
 }
 
-// The lane's h of row `row` of a tile, ranks 4 t .. 4 t + 3 from `rank` on, in T.
+// Returns h of row `row` of a tile, ranks `rank` .. `rank` + 3, in T: the sum over the splits.
 template <class T>
 __device__ uint2 read_h(const LoraExpandArgs& a, const int4& tile, int row, int rank) {
   if (row >= tile.z) return {};
@@ -137,8 +137,9 @@ __global__ void __launch_bounds__(kThreads) expand_kernel(LoraExpandArgs a) {
   if (exists) add_deltas(a, rows, y, deltas, column);
 }
 
-/* out = silu(gate) * up, where y + B h is gate, then up; `features` of each.
- * Grid (feature blocks / 4, tiles, then the step's rows / 32): the last ones compute rows without an adapter. */
+/* out = silu(gate) * up, where y + B h has `features` columns of gate, then as many of up.
+ * Grid (feature blocks / 4, tiles + the step's rows / 32): the CTAs after those of the tiles compute rows without an
+ * adapter. */
 template <class T>
 __global__ void __launch_bounds__(kThreads) expand_silu_kernel(LoraExpandArgs a) {
   let_next_kernel_start();

@@ -15,8 +15,8 @@ __device__ inline const int64_t* fields_of(const LoraRows& a, int slot) {
   return a.table + (static_cast<int64_t>(slot) * a.sites + a.site) * kLoraFields;
 }
 
-// Adds up the warps' shares of A x: h [rows of the tile, stride] = the sums of 16 ranks.  sums: a warp's share as mma
-// results, a token tile each; all_sums: shared memory.
+// Adds up the warps' partial sums of A x for 16 ranks, into h [rows of the tile, stride].  sums: a warp's partial sums
+// as mma results, one per token tile; all_sums: scratch in shared memory.
 template <int kTiles>
 __device__ void add_up_warps(const float (&sums)[kTiles][4], float4 (&all_sums)[kWarps][kTiles][32], int rows, float* h,
                              int stride) {
@@ -41,8 +41,8 @@ __device__ void add_up_warps(const float (&sums)[kTiles][4], float4 (&all_sums)[
   if (token + 1 < rows) to[stride] = s.y, to[stride + 8] = s.w;
 }
 
-// B h of up to 32 rows and 32 features of a part, in a warp.  A lane has 8 features from 8 (lane % 4) on, of the rows
-// 16 m + lane / 4 and 16 m + lane / 4 + 8.
+// B h of up to 32 rows and 32 features of a part, in the registers of a warp.  A lane has 8 features, from 8 (lane % 4)
+// on, of rows 16 m + lane / 4 and 16 m + lane / 4 + 8 for m = 0, 1.
 struct Deltas {
   float of[2][4][4];  // m, pair of features, (row, row + 8) x 2 features as an mma result
 
@@ -88,8 +88,8 @@ struct Expansion {
   }
 };
 
-// The rows of the step that a lane of a warp has in a tile of up to 8 * kCount: of[2 m + r] is row 16 m + 8 r + lane / 4;
-// -1: none.
+// The rows of the step that a lane of a warp has in a tile of up to 8 * kCount: of[2 m + r] is row
+// 16 m + 8 r + lane / 4; -1: none.
 template <int kCount = kTokenTiles>
 struct LaneRows {
   int of[kCount];
@@ -110,7 +110,7 @@ struct LaneRows {
   }
 };
 
-// Eight values of y plus the lane's deltas of its row i, rounded.
+// Returns eight values of y plus the lane's deltas of its i-th row, rounded.
 template <class T>
 __device__ Pack<T, 8> sum_of(const Pack<T, 8>& y, const Deltas& deltas, int i) {
   float x[8];
@@ -130,8 +130,8 @@ __device__ Pack<T, 8> activated(const Pack<T, 8>& gates, const Pack<T, 8>& ups) 
   return narrow<T>(up);
 }
 
-// out = silu(gate) * up of the rows without an adapter among 32 rows from first_row on, eight features per lane from
-// `feature` on.
+// Computes out = silu(gate) * up for those of the 32 rows from first_row on that have no adapter; a lane has the eight
+// features from `feature` on.
 template <class T>
 __device__ void activate_plain_rows(const LoraOut& a, int feature, int first_row) {
   const int size = a.features[0];

@@ -1,11 +1,12 @@
 // LoRA adapters of a step's rows, after each GEMM of the base model (a site).  On any GPU since Ampere in two launches:
 //
-//   shrink   h = A x      of the rows with an adapter, A of all linear layers (parts) of the site
+//   shrink   h = A x      for the rows with an adapter; A has the rows of all linear layers (parts) of the site
 //   expand   y += B h     in place, or with the activation that follows
 //
-// On Hopper with up to 32 rows in one, `lora_add`, which computes B A x while the GEMM before it still runs.  In a CUDA
-// graph, a branch parallel to the GEMM may compute B A x (`lora_store_deltas`); it is added after both.
-// The launches do not depend on the rows, so a CUDA graph can capture all of these kernels.
+// On Hopper, with up to 32 rows, `lora_add` does both in one launch and computes B A x while the preceding GEMM still
+// runs. In a CUDA graph, a branch parallel to the GEMM may compute B A x (`lora_store_deltas`); `lora_add_deltas` adds
+// it after the GEMM.  The launches do not depend on which rows have adapters, so a CUDA graph can capture all of these
+// kernels.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -27,25 +28,26 @@ constexpr int kLoraFeatures = 32;                // features per packed block of
 //
 // A is packed in blocks [16 ranks, 32 inputs], B in blocks [32 features, 16 ranks], each 32 lanes times 16 elements:
 //   A  [rank blocks, input blocks]     lane 4 g + t: inputs 8 t .. 8 t + 7 of rank g, then of rank g + 8
-//   B  [feature blocks, rank blocks]   lane 4 g + t, j = 0 .. 3: ranks 4 t .. 4 t + 3 of feature 8 (g / 2) + 2 j + g % 2
+//   B  [feature blocks, rank blocks]   lane 4 g + t, j = 0 .. 3: ranks 4 t .. 4 t + 3 of feature
+//                                      8 (g / 2) + 2 j + g % 2
 struct LoraRows {
   Dtype dtype;          // dtype of x, y and weights: bf16 or fp16
   const void* weights;  // [slots, slot_elements]: per slot the packed matrices of its adapter
   int64_t slot_elements;
-  // [slots, sites, kLoraFields]: offset of A in the slot, ranks of all parts (0: nothing is added); then per part the
-  // offset of B, its ranks (0: nothing), and two fields that are not read.
+  // [slots, sites, kLoraFields]: offset of A in the slot, sum of the parts' ranks (0: nothing is added); then per part
+  // the offset of B, its ranks (0: nothing is added), and two fields that are not read.
   const int64_t* table;
   int sites, site;
   const int32_t* order;  // rows with an adapter, sorted by adapter
-  const int4* tiles;     // [tiles]: slot (-1: no tile), first index into order, rows up to kLoraRows, 0
+  const int4* tiles;     // [tiles]: slot (-1: no tile), first index into order, number of rows (up to kLoraRows), 0
   int tile_count;
   int rows;   // rows of the step
-  int ranks;  // maximum ranks of a site's parts together
+  int ranks;  // maximum ranks of an adapter at this site, all parts together
 };
 
 struct LoraShrinkArgs : LoraRows {
   int splits;     // partial sums per element of h
-  void* h;        // [splits, rows, ranks] f32, by index into order; of lora_shrink_in_clusters [rows, ranks] of dtype
+  void* h;        // [splits, rows, ranks] f32, by index into order; lora_shrink_in_clusters: [rows, ranks] in dtype
   const void* x;  // [rows, inner], 16-byte aligned rows; inner is a multiple of 8
   int64_t x_stride;
   int inner;
@@ -53,7 +55,7 @@ struct LoraShrinkArgs : LoraRows {
 
 void lora_shrink(const LoraShrinkArgs& args, cudaStream_t stream);
 
-// lora_shrink on Hopper: h has complete sums, so that the expand reads each value once.
+// lora_shrink on Hopper: it writes complete sums to h, so that lora_expand reads each value once.
 bool fits_shrink_in_clusters();
 void lora_shrink_in_clusters(const LoraShrinkArgs& args, cudaStream_t stream);
 
@@ -70,18 +72,19 @@ struct LoraOut : LoraRows {
 
 struct LoraExpandArgs : LoraOut {
   int splits;     // 0: h is the output of lora_shrink_in_clusters
-  const void* h;  // as of lora_shrink
+  const void* h;  // as in LoraShrinkArgs
   float* deltas;  // [rows, features of all parts]; only lora_store_deltas writes it
 };
 
 void lora_expand(const LoraExpandArgs& args, cudaStream_t stream);
 
-// deltas = B h of the rows with an adapter; 0 in parts without one.  Other rows are not written, nor is y read.
+// deltas = B h for the rows with an adapter; 0 in parts that the adapter leaves as they are.  Other rows are not
+// written, and y is not read.
 void lora_store_deltas(const LoraExpandArgs& args, cudaStream_t stream);
 
 struct LoraDeltasArgs {
   Dtype dtype;                 // dtype of y and out: bf16 or fp16
-  const float* deltas;         // [rows, columns], as of lora_store_deltas
+  const float* deltas;         // [rows, columns], written by lora_store_deltas
   const int32_t* slot_of_row;  // [rows]: -1: no adapter
   void* y;                     // [rows, columns], 16-byte aligned rows
   int64_t y_stride;
@@ -97,7 +100,7 @@ void lora_add_deltas(const LoraDeltasArgs& args, cudaStream_t stream);
 constexpr int kLoraAddRanks = 128;  // maximum `ranks` of lora_add
 
 struct LoraAddArgs : LoraOut {
-  const void* x;  // as of lora_shrink
+  const void* x;  // as in LoraShrinkArgs
   int64_t x_stride;
   int inner;
   bool x_is_ready;  // x was complete before the preceding kernel could let this one start

@@ -3,12 +3,12 @@
 //   rank 0  part ──────────────────────> inbox of rank 1    [2 alternating calls, source ranks, CTAs, share]
 //           sum <── part + own inbox <── rank 1
 //
-// Pushing parts costs one NVLink latency and no barrier; pulling the others' parts would take a barrier before and one
-// after.
+// Each rank pushes its part: that takes one NVLink latency and no barrier.  Pulling the parts of other ranks would take
+// a barrier before and one after.
 //
-//   words   16 bytes of a part are sent as 32: each 4 bytes are followed by the call number. Each 8 bytes are written and
-//           read by one access, so a rank that sees the number has the bytes, too (NCCL's LL protocol). Minimum latency, twice
-//           the bytes.
+//   words   16 bytes of a part are sent as 32: each 4 bytes are followed by the call number. Each 8 bytes are written
+//           and read by one access, so a rank that sees the number has the bytes, too (NCCL's LL protocol). Minimum
+//           latency, twice the bytes.
 //   blocks  a CTA sends all its rows, then its call number with a release at system scope.  The CTA of the same index
 //           acquires that number before it reads.  For large parts, which are bound by bandwidth.
 //
@@ -17,10 +17,10 @@
 // ended. So a rank can be at most one call ahead.
 //
 // Each CTA counts its own calls on the device, so replayed graphs and eager calls share one count.  A CTA of index i
-// waits only for CTAs of index i, and a call has the same grid on all ranks.  Counts wrap after 2^32 calls of a CTA. A
-// stale call number could be mistaken for a new one only in memory that no call used in between.  The next kernel may
-// start once all CTAs of this kernel run, so it cannot take their multiprocessors.  While it waits for this kernel it
-// copies its weights.
+// waits only for CTAs of index i, and a call has the same grid on all ranks.  Counts wrap after 2^32 calls of a CTA.  A
+// stale call number could be mistaken for a new one only in memory that none of the 2^32 calls between them used.  The
+// next kernel may start once all CTAs of this kernel run, so it cannot take their multiprocessors.  It copies its
+// weights while it waits for this kernel.
 //
 // Grid (rows, at most a.ctas): a CTA processes rows one after another, and a thread kPacks packs of 16 bytes per row.
 // NVLink traffic: (ranks - 1) * 2 (words) or 1 (blocks) * bytes in each direction.
@@ -38,7 +38,7 @@ namespace {
 
 constexpr int kMaxThreads = 1024, kWarp = 32, kPackBytes = 16;
 
-// Two 8-byte words of 4 bytes of data and the call number; one instruction writes both, each word atomically.
+// Sends two words of 8 bytes: 4 bytes of data and the call number.  One instruction writes both words, each atomically.
 __device__ void send_words(char* to, uint32_t first, uint32_t second, uint32_t call) {
   const uint64_t mark = static_cast<uint64_t>(call) << 32;
   asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(mark | first), "l"(mark | second)
@@ -59,7 +59,7 @@ __device__ uint4 receive_words(const char* from, uint32_t call) {
           static_cast<uint32_t>(high[1])};
 }
 
-// Bypasses L1, which may have bytes of two calls before.
+// Reads 16 bytes past L1, which may hold stale bytes of the call before the last.
 __device__ uint4 receive_block(const char* from) {
   uint4 x;
   asm volatile("ld.relaxed.sys.global.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -19,14 +19,14 @@ struct RankSumArgs {
   Dtype dtype;       // dtype of all tensors: f32, bf16, fp16
   void* part;        // [rows, size], this rank's partial result
   void* plus;        // [rows, size], equal on all ranks: plus += reduced result; if null, part = reduced result
-  const void* norm;  // [size]: then normed = rms_norm(result, norm, eps); or null
+  const void* norm;  // [size]: normed = rms_norm(result, norm, eps) after the sum; or null
   void* normed;      // [rows, size]
   float eps;
   int64_t rows;
   int size;  // at most kMaxSummed; rows are 16-byte aligned
-  int ctas;  // upper bound, up to kSumCtas; all must be resident on each rank's GPU at once
+  int ctas;  // maximum CTAs, up to kSumCtas; all must be resident on each rank's GPU at once
   Sending sending;
-  int64_t words_share, blocks_share;  // bytes per CTA and call, for words and for blocks; multiples of 16
+  int64_t words_share, blocks_share;  // maximum bytes of part per CTA, sent as words or blocks; multiples of 16
   void* inboxes[kMaxRanks];           // one per rank, inbox_bytes() writable by all ranks; initially zeros
   int* calls;                         // [kSumCtas], private to this rank; initially zeros
   int rank, ranks;

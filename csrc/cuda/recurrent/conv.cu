@@ -11,7 +11,7 @@ constexpr int64_t kMaxInGrid = 65535;  // limit of grid y
 // Returns the last sequence that starts at or before the token.
 __device__ int sequence_of(const Packed& packed, int token) {
   const int32_t* starts = packed.starts;
-  // Sequences of one token come first, so this holds for every token of a decode step.
+  // Sequences of one token come first, so in a decode step no token needs the search below.
   if (token < packed.sequences && starts[token] == token && starts[token + 1] > token) return token;
   int low = 0, high = packed.sequences;  // starts[low] <= token, and token < starts[high] or high is the end
   while (high - low > 1) {
@@ -31,7 +31,7 @@ struct Channel {
   int64_t x_stride;
   T old[kPast];  // the state before the step
 
-  // Input i of the step; i < 0: one from the state.
+  // Input i of the step; i < 0: an earlier input, from the state.
   __device__ T input(int i) const {
     if (i >= 0) return x[i * x_stride];
     T value = old[0];
@@ -49,8 +49,8 @@ struct Channel {
   }
 };
 
-/* Grid (channels / kThreads, tokens / tile): a thread computes one channel of `tile` tokens.  Tokens of a sequence whose
- * inputs are partly in its state, which are its first kPast, are computed by the CTA that holds the first of them. */
+/* Grid (channels / kThreads, tokens / tile): a thread computes one channel of `tile` tokens.  Some inputs of a sequence's
+ * first kPast tokens are in its state, so the CTA that has the sequence's first token computes all of these tokens. */
 template <class T, int kTaps>
 __global__ void __launch_bounds__(kThreads) causal_conv_kernel(ConvArgs a, int tile) {
   constexpr int kPast = kTaps - 1;

@@ -9,8 +9,8 @@ namespace {
 /* A CTA keeps kColumns columns of one head's state [keys, values] in registers while the tokens of a sequence pass:
  *
  *             lanes 0..7 of a warp: columns
- *   keys  0-3  |  |  |  |  |  |  |  |   lane group 0      a thread has 4 keys of every 16 in one column; the groups'
- *         4-7  |  |  |  |  |  |  |  |   lane group 1      sums over keys are added by two shuffles
+ *   keys  0-3  |  |  |  |  |  |  |  |   lane group 0      a thread has 4 keys of every 16 in one column; two shuffles
+ *         4-7  |  |  |  |  |  |  |  |   lane group 1      add the groups' sums over keys
  *         ...
  *
  * Outputs need no second pass over the new state:  q^T (decay S + k w^T) = decay q^T S + (q . k) w. */
@@ -30,7 +30,7 @@ struct alignas(16) Prepared {
   float dot[kTokens];  // q . k
 };
 
-// The same inputs on their way from memory, in registers.
+// Inputs of the next tokens, still being loaded from memory into registers.
 template <class T, int kKeys>
 struct Fetched {
   static constexpr int kEach = kKeys / 32;  // elements of a vector per lane
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kThreads) linear_recurrence_kernel(const __gri
   fetched.load(a, head, first_column, begin, min(kTokens, end - begin));
   for (int first = begin; first < end; first += kTokens) {
     const int count = min(kTokens, end - first);
-    if (first > begin) __syncthreads();  // all threads have read the inputs before
+    if (first > begin) __syncthreads();  // all threads have read the preceding tokens' inputs
     fetched.prepare(a, inputs);
     __syncthreads();
     if (first + kTokens < end)

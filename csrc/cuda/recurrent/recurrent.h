@@ -1,8 +1,8 @@
 // Layers with a state per slot: the causal convolution over a few tokens, and the linear recurrence of Gated DeltaNet
-// and Mamba2.  csrc/ops.cpp has the guarantees, cpu/recurrent.h the twin.
+// and Mamba2.  csrc/ops.cpp has the guarantees, cpu/recurrent.h the same operators on a CPU.
 //
-// Both update states in place.  Sequences with a length of 0 are padding of a CUDA graph: their outputs are 0 and no
-// state is read or written.  Outputs of tokens that belong to no sequence are not written.
+// Both operators update states in place.  Sequences with a length of 0 are padding of a CUDA graph: their outputs are 0
+// and no state is read or written.  Outputs of tokens that belong to no sequence are not written.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,7 +15,7 @@ namespace quire::cuda {
 
 struct Keep {
   int32_t end;    // the copy is taken when the step's tokens before this index are computed
-  int32_t place;  // index of the copy in the states
+  int32_t place;  // index in `states` that gets the copy
 };
 
 struct Packed {

@@ -8,15 +8,16 @@
 //   1  read the logits (rows x size x 2 or 4 bytes: the minimum traffic) and find the maximum over the cluster.  A row
 //      without a temperature takes that token and ends here
 //   2  with top_k or top_p: histograms of w by its leading bits, merged over the cluster, show which bucket holds the
-//      floor.  A second pass over that bucket's members uses their next 9 bits, a third pass the last 9 bits.  This is a
-//      radix select: nothing is sorted
-//   3  sums of kept weights per warp, over the cluster, show which slice holds the drawn value; sums per tile show the token
+//      floor.  A second pass over that bucket's members uses their next 9 bits, a third pass the last 9 bits.  This is
+//      a radix select: nothing is sorted
+//   3  draw: the sums of each warp's kept weights tell in which slice the running sum exceeds the drawn value; sums per
+//      tile then find the token
 //
-// Each later pass over the row recomputes w from the logits, which then are in L2.  That takes 20 instructions for kept
-// weights and a comparison for the others.  Caching w in shared memory was slower from 32 rows on, because a row then
+// Each later pass over the row recomputes w from the logits, which then are in L2.  That takes 20 instructions per kept
+// weight and a comparison per other one.  Caching w in shared memory was slower from 32 rows on, because a row then
 // takes 8 CTAs (docs/notes/kernels/sampling.md).
-// Weights are integers because float sums depend on their order, so the token would depend on the slices of the row.
-// With integers tokens equal those of cpu/sampling.cpp.
+// Weights are integers: a float sum depends on its order, so the token would depend on how the row is sliced.  With
+// integers the tokens equal those of cpu/sampling.cpp.
 
 #include "cuda/sampling/sampling.h"
 
@@ -105,8 +106,8 @@ __device__ const T& peer_value(const T& mine, int rank) {
 
 // --- small arithmetic -----------------------------------------------------------------------------------------------
 
-// exp2 of cpu/simd.h for x <= 0, with the same operations.  Clamped at 2^-126 instead of dropping to 0, which changes
-// no weight and no floor.
+// exp2 of cpu/simd.h for x <= 0, with the same operations.  The result is at least 2^-126, where cpu/simd.h returns 0;
+// that changes no weight and no floor.
 __device__ float exp2_as_cpu(float x) {
   const float shifted =
       __fadd_rn(fmaxf(x, -126.0f), 0x1.8p23f);  // adding the constant leaves the nearest integer in the low bits
@@ -360,7 +361,7 @@ struct Row {
     for (; tile < slice.first + slice.tiles; ++tile) use(tile, read(tile));
   }
 
-  // each() for a use of a few instructions, with an unrolled loop.
+  // each() with an unrolled loop, for a `use` of a few instructions.
   template <class Use>
   __device__ void each_quickly(Slice slice, const Use& use) const {
     constexpr int kTogether = 8 / sizeof(T);
@@ -467,7 +468,8 @@ struct Weights {
     }
   }
 
-  // Maximum key of a lane.  The index is valid only if adjusted: otherwise a draw follows, which does not need it.
+  // Maximum key of a lane.  Its index is valid only if adjusts(); otherwise a draw follows, which does not need the
+  // index.
   __device__ uint64_t best() const {
     float top = -std::numeric_limits<float>::infinity(), all = top;
     int place = 0;
@@ -493,8 +495,8 @@ struct Weights {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) y[i] = __fmul_rn(__fsub_rn(y[i], peak), scale);
   }
-  // Bound of y: elements with a smaller y certainly have w < min_weight.  The margin covers exp2's relative error of
-  // 1e-6.
+  // Returns a bound: elements with a smaller y certainly have w < min_weight.  The margin covers exp2's relative error
+  // of 1e-6.
   __device__ static float coldest(float min_weight) { return log2f(min_weight) - 1e-3f; }
 
   // --- the floor
@@ -508,7 +510,7 @@ struct Weights {
   __device__ Upper descend(Crossing at, Wanted wanted, bool counted, Shared& shared, int& turn) const {
     uint32_t prefix = at.bucket + sampling::kBucketBase;
     for (int shift = sampling::kBucketShift; shift > 0; counted = true) {
-      // If the bucket has one member, or all of its members are kept, its lower edge separates them as well as their
+      // If the bucket has one member, or all of its members are kept, the bucket's lower edge is as good a floor as their
       // minimum does.
       if (counted && (at.inside.count == 1 || (wanted.by_count && at.above.count + at.inside.count == wanted.target))) {
         return {__uint_as_float(prefix << shift), at.above.sum + at.inside.sum};
@@ -673,11 +675,11 @@ __device__ void greedy(const SampleArgs& a, const Row<T>& row, Slice slice, int 
   wait_until_peers_are_done();
 }
 
-// Outcome of a row whose adjusted logits are not finite, from its raw ones.  Not inlined, with values as arguments, so
-// that it costs other rows no registers.
+// Returns the outcome of a row without finite adjusted logits, which depends on its raw logits.  Not inlined, and with
+// arguments by value, so that it costs other rows no registers.
 template <class T>
 __device__ __noinline__ uint8_t explain(Row<T> row, Slice slice, Shared& shared) {
-  cluster_sync();  // all have read `warp_best` before it is overwritten
+  cluster_sync();  // all threads have read `warp_best` before it is overwritten
   const Choice raw = choice_of(cluster_max(best_of(row, slice), shared));
   return raw.outcome == sampling::kChosen ? sampling::kNothingAllowed : raw.outcome;
 }
@@ -750,9 +752,9 @@ __global__ void __launch_bounds__(kThreads) chosen_kernel(const int64_t* keys, S
   write(a, row, a.slots[row] < 0 ? Choice{0, sampling::kChosen} : choice_of(sampling::from_signed(keys[row])));
 }
 
-// CTAs per row.  Few rows get many CTAs.  A larger cluster synchronises more slowly; this rule was measured to pick the
-// best size for each of 1 to 1024 rows.  If rows are read several times, each gets two CTAs or more, so that the active
-// rows fit into L2.
+// Returns the CTAs per row.  Few rows get many CTAs, but larger clusters synchronise more slowly; in measurements with
+// 1 to 1024 rows this rule picked the best size.  If rows are read several times (`again`), each gets two CTAs or more,
+// so that the active rows fit into L2.
 int cluster_of(int64_t rows, bool again) {
   const int max_cluster = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 ? kMaxCluster : 1;
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount);

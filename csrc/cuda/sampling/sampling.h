@@ -14,7 +14,7 @@ struct SampleArgs {
   Dtype dtype;           // dtype of the logits: f32, bf16, fp16
   const void* logits;    // [rows, size]
   int64_t row_stride;    // elements between rows
-  const int64_t* slots;  // [rows]: the row's slot in `table`; -1: none, the token is 0
+  const int64_t* slots;  // [rows]: the row's slot in `table`; -1: the row has no slot, and its token is 0
   const int64_t* known;  // [rows]: number of tokens before the sampled one
   const sampling::Settings* table;
   bool general;      // false: every row takes the argmax of its raw logits; table and known are not read

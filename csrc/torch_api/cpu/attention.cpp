@@ -14,7 +14,7 @@
 namespace quire::cpu::torch_api {
 namespace {
 
-// Checks every index that the kernel will follow.  That is cheap: one comparison per block of several kilobytes.
+// Checks every index that the kernel will read.  That is cheap: one comparison per block of several kilobytes.
 void expect_indices(const AttentionArgs& a, int64_t tokens, int64_t max_rows, int64_t max_blocks, int64_t blocks) {
   TORCH_CHECK_VALUE(a.q_start[0] == 0 && a.q_start[a.seqs] == tokens, "q_start: runs from ", a.q_start[0], " to ",
                     a.q_start[a.seqs], ", q has ", tokens, " tokens");

@@ -38,7 +38,7 @@ struct ProductSizes {
       together{"elements together"};
 };
 
-// layout: columns, and elements together, of `packed`; see product_layout in ops.cpp.
+// layout: (columns, together) of `packed`, as product_layout returns them (ops.cpp).
 void check_product(ProductSizes& s, const at::Tensor& x, const at::Tensor& packed, std::tuple<int64_t, int64_t> layout,
                    const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& plus,
                    const at::Tensor& out) {
@@ -93,9 +93,9 @@ cpu::ProductArgs<T, Out, Weight> product_args(const ProductSizes& sizes, const a
   };
 }
 
-// Minimum rows at which `widen` dequantises int8 and int4 weights to bfloat16.  With fewer rows that is slower than the
-// integer kernels.  Measured on one core of a Zen 4 with weights from memory, at 4 to 512 rows, with builds for AVX-512
-// and for AVX2: docs/notes/kernels/product_int8.md, "Many rows".
+// Minimum rows at which `widen` dequantises int8 and int4 weights to bfloat16.  With fewer rows the integer kernels are
+// faster.  Measured on one core of a Zen 4 with weights from memory, at 4 to 512 rows, with builds for AVX-512 and for
+// AVX2: docs/notes/kernels/product_int8.md, "Many rows".
 constexpr int64_t kInt8WidenedRows = kLanes == 16 ? 48 : 12, kInt4WidenedRows = 20;
 
 std::tuple<int64_t, int64_t> widened_rows() { return {kInt8WidenedRows, kInt4WidenedRows}; }

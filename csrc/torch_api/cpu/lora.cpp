@@ -14,11 +14,11 @@
 namespace quire::cpu::torch_api {
 namespace {
 
-// Fields of a site in an adapter's table: offset and rows of A; then per part offset of B, rank, first column of y,
-// columns.
+// Fields of a site in an adapter's table: offset of A, rows of A; then per part: offset of B, rank, first column of y,
+// number of columns.
 constexpr int64_t kPartFields = 4, kLoraFields = 2 + kPartFields * kLoraParts;
 
-// Returns where a packed weight [features, inner] begins, after the check that all of it is there.
+// Returns the start of a packed matrix [features, inner].  Raises ValueError if the matrix exceeds `weights`.
 template <class T>
 const T* packed_at(const at::Tensor& weights, int64_t offset, int64_t features, int64_t inner) {
   const int64_t strips = (features + kColumns - 1) / kColumns, steps = (inner + kTogether<T> - 1) / kTogether<T>;

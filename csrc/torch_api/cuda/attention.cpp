@@ -31,13 +31,13 @@ void expect_head_size(int64_t head_size) {
 
 int narrow(int64_t size) { return static_cast<int>(size); }
 
-// Parts of the plan's memory: first the plan of the decodes, then the plan of the prompt chunks.
+// The plan's memory: first the plan of the decoding sequences, then the plan of the prompt chunks.
 struct PlanParts {
   int64_t decode_bytes, prefill_bytes;
   char *decode, *prefill;
 };
 
-// The sizes of the model suffice to find each part, because the part of the decodes always has its maximum size.
+// The model's sizes determine where the second part begins, because the first always has its maximum size.
 PlanParts parts_of(const at::Tensor& plan, int64_t heads, int64_t kv_heads, int64_t head_size) {
   const int64_t decode_bytes = decode_plan_bytes(kDecodeMaxSeqs, static_cast<int>(heads), static_cast<int>(kv_heads),
                                                  static_cast<int>(head_size));

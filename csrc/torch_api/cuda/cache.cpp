@@ -33,7 +33,7 @@ void kv_write(const at::Tensor& key, const at::Tensor& value, const at::Tensor& 
   cuda::kv_write(args, stream_of(key));
 }
 
-// Makes the kernels' arguments; all caches also have one stride between blocks.  `like` is on their device.
+// Makes the kernels' arguments.  Checks that all caches have one stride between blocks.  `like`: a tensor on their device.
 BlockArgs blocks_of(at::TensorList caches, const at::Tensor& like, int64_t count) {
   const BlockSizes sizes = check_caches(caches, on_gpu(like));
   Size stride("stride of blocks");

@@ -19,7 +19,7 @@ namespace {
 
 constexpr int64_t kBlock = 128;  // rows and columns that share a scale
 constexpr int64_t kRows = 4;     // row multiple required by cuBLAS's block-scaled GEMMs
-constexpr int64_t kScales = 4;   // cuBLAS releases need a multiple of this many scales per row of blocks
+constexpr int64_t kScales = 4;   // scales per row of blocks must be a multiple, for some cuBLAS releases
 
 int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
@@ -56,7 +56,7 @@ void linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<a
   const c10::cuda::CUDAGuard guard(x.device());
   LinearArgs args = args_of(x, weight, bias, add, silu_mul, out);
   if (!fits_linear(args)) return linear_chain(x, weight, bias, norm, eps, add, silu_mul, out);
-  at::Tensor y;  // keeps the memory until the launch
+  at::Tensor y;  // normed x, which must stay allocated until the launch
   if (norm) {
     y = normed(x, *norm, eps);
     args.x = y.const_data_ptr();
@@ -157,8 +157,8 @@ void linear_fp8(const at::Tensor& x, const at::Tensor& weight, const at::Tensor&
   };
   if (x.size(0) == 0) return;
   if (fits_linear_fp8(args)) return cuda::linear_fp8(args, stream_of(x));
-  // cuBLAS's GEMMs with one scale are faster than those with a scale per row and column, so scale_gemm applies the
-  // latter.
+  // cuBLAS's GEMM with a scale per row and column is slower than its GEMM with one scale, so scale_gemm applies the
+  // scales of rows and columns afterwards.
   if (wide && blocks) {  // some cuBLAS releases return bf16 from block-scaled GEMMs
     const at::Tensor narrow = at::empty(out.sizes(), x.options());
     linear_fp8(x, weight, scale, bias, norm, eps, add, silu_mul, narrow);

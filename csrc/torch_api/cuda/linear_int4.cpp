@@ -16,7 +16,7 @@
 namespace quire::cuda::torch_api {
 namespace {
 
-// Maximum tokens for which several calls of the kernel move fewer bytes than dequantising the weight.
+// Maximum tokens for which calling the kernel several times moves fewer bytes than dequantising the weight.
 constexpr int64_t kMaxInCalls = 64;
 
 // Groups per packed block, from its size in bytes.

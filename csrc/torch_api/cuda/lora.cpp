@@ -20,7 +20,7 @@ void expect_lora_rows(const char* who, const at::Tensor& t) {
                     ": rows do not start at multiples of 16 bytes, or have a size that is no multiple of ", kAligned);
 }
 
-// Returns the arguments that the operators share, checked.  x_or_y: [rows, .], of the model's dtype.
+// Checks the arguments that all LoRA operators have, and returns them.  x_or_y: [rows, .] in the model's dtype.
 LoraRows lora_rows_of(const at::Tensor& x_or_y, const at::Tensor& weights, const at::Tensor& table,
                       const at::Tensor& order, const at::Tensor& tiles, int64_t site, int64_t ranks) {
   const Place place = on_gpu(x_or_y);
@@ -41,7 +41,7 @@ LoraRows lora_rows_of(const at::Tensor& x_or_y, const at::Tensor& weights, const
                     kLoraRanks);
   TORCH_CHECK_VALUE(tile_count <= 32768, "tiles: over the limits of a grid");
   TORCH_CHECK_VALUE(rows <= 1 << 20, "x: ", rows, " rows, over ", 1 << 20);
-  TORCH_CHECK_VALUE(elements % kAligned == 0, "weights: ", int64_t{elements}, " elements a slot are no multiple of ",
+  TORCH_CHECK_VALUE(elements % kAligned == 0, "weights: ", int64_t{elements}, " elements per slot are no multiple of ",
                     kAligned);
   return {
       .dtype = model_dtype_of("x", x_or_y),
@@ -77,7 +77,7 @@ void check_x(const at::Tensor& x) {
   TORCH_CHECK_VALUE(x.size(1) <= 1 << 20, "x: ", x.size(1), " columns, over ", 1 << 20);
 }
 
-// Sets the parts of a site, checked against the columns of `who`.
+// Sets the parts of a site.  `size`: columns of the tensor `who`, which the parts must cover.
 void set_parts(LoraOut& args, at::IntArrayRef features, const char* who, int64_t size) {
   args.parts = static_cast<int>(features.size());
   TORCH_CHECK_VALUE(args.parts >= 1 && args.parts <= kLoraParts, "features: ", args.parts, " parts, not 1 to ",
@@ -93,7 +93,7 @@ void set_parts(LoraOut& args, at::IntArrayRef features, const char* who, int64_t
                     " columns, the parts ", columns);
 }
 
-// Returns what B h is added to, checked.
+// Checks y and out, the destination of B h, and returns them.
 LoraOut lora_out_of(const LoraRows& rows_of_step, const at::Tensor& slot_of_row, at::IntArrayRef features,
                     const at::Tensor& y, const std::optional<at::Tensor>& out) {
   TORCH_CHECK_VALUE(y.dim() == 2, "y: has ", y.dim(), " dimensions, not 2");

@@ -31,7 +31,7 @@ void rank_sum(const at::Tensor& part, const std::optional<at::Tensor>& plus, con
   expect_plain("calls", calls, {counters}, at::kInt, place);
   const int64_t ranks = static_cast<int64_t>(inboxes.size()), row_bytes = size * part.element_size();
   TORCH_CHECK_VALUE(size <= kMaxSummed && row_bytes % 16 == 0, "part: its rows of ", int64_t{size},
-                    " numbers are over ", kMaxSummed, ", or no multiple of 16 bytes");
+                    " elements are over ", kMaxSummed, ", or no multiple of 16 bytes");
   for (const at::Tensor* t : {&part, plus ? &*plus : nullptr, norm ? &*norm : nullptr, normed ? &*normed : nullptr}) {
     TORCH_CHECK_VALUE(t == nullptr || reinterpret_cast<uintptr_t>(t->const_data_ptr()) % 16 == 0,
                       "part, plus, norm, normed: one does not start at a multiple of 16 bytes");
