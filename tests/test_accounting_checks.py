@@ -109,7 +109,7 @@ def test_an_error_in_any_part_is_found(block: int) -> None:
     busy = Busy(blocks=5 * PART_BLOCKS)
     busy.run(2)
     busy.engine.core.pool._refs[block] += 1
-    with pytest.raises(AccountingError, match=f"block {block} counts"):
+    with pytest.raises(AccountingError, match=f"block {block} has a reference count"):
         busy.run(60)
 
 
@@ -126,4 +126,4 @@ def test_a_requested_check_begins_anew_and_runs_at_once_in_an_idle_engine() -> N
         answer = thread.submit(engine.checks.request_check)
         while not answer.done():
             engine.turn()
-        assert "block 0 counts 1 references" in answer.result()
+        assert "block 0 has a reference count of 1" in answer.result()

@@ -1,7 +1,8 @@
 """The full check of the block accounting: compares every block's reference count with all block tables.
 
-A full check takes O(blocks), 0.1 s for 100,000 blocks.  So it runs in parts, between which the engine runs steps: when
-the engine becomes idle, every few seconds while it is busy, and on demand.  Tests check all blocks at once.
+A full check takes O(blocks), 0.1 s for 100,000 blocks.  So it runs in parts, and the engine runs steps between them.  A
+check begins when the engine becomes idle, every few seconds while it is busy, and on demand.  Tests check all blocks at
+once.
 
 A wrong count is never harmless.  After a Leak, blocks cannot be used until a restart.  A DoubleFree lets two sequences
 write into one block, which would mix the answers of two clients.
@@ -24,7 +25,7 @@ PART_BLOCKS = 16_384  # blocks that one part of a check compares: 20 ms with 100
 
 
 class Auditor:
-    """Checks the accounting and repairs nothing.  Call it only between two plans: planning updates counts stepwise."""
+    """Checks the accounting and repairs nothing.  Call it only between two plans: within a plan, counts disagree."""
 
     def __init__(
         self,
@@ -50,8 +51,8 @@ class Auditor:
     def part(self) -> bool:
         """Run the next part of a full check.  Returns whether it was the last one.  Raises AccountingError.
 
-        A part compares PART_BLOCKS blocks with the tables as they are now; the last one also checks all sequences.  So
-        an error that lasts for a full check is found, whatever the steps between the parts change."""
+        A part compares PART_BLOCKS blocks with the present tables; the last part also checks all sequences.  So an
+        error that lasts for a full check is found, whatever the steps between the parts change."""
         first, self._next = self._next, self._next + PART_BLOCKS
         live = list(self._requests.live())
         try:

@@ -1,8 +1,8 @@
 """The batch: which sequences run, in which slots, and the steps that have been planned and committed.
 
-The scheduler does not visit a decoding sequence until the sequence needs a block or reaches its maximum length.  Both
-steps are known in advance, so the calendar lists the sequence under the earlier step.  So planning a steady step takes
-O(sequences that changed).
+The scheduler does not visit a decoding sequence until the sequence needs a block or reaches its maximum length.  It is
+known in advance in which step this happens, and the calendar lists the sequence under this step.  So planning a steady
+step takes O(sequences that changed).
 
     admit --> prefilling --last known token--> decoding --calendar--> a block, a pause, or the end
                   ^                               |
@@ -62,7 +62,7 @@ class Batch:
 
     @property
     def verifying(self) -> bool:
-        """Whether a step with drafts is in flight.  No step follows it before its result, which decides the lengths."""
+        """Whether a step with drafts is in flight.  The next plan needs its result, for the sequences' lengths."""
         return bool(self._issued) and self._issued[-1].drafting > 0
 
     def issue(self, plan: IssuedPlan) -> int:
@@ -135,8 +135,8 @@ class Batch:
         self._due[seq.due].append(seq)
 
     def pop_due(self, step: int) -> list[Sequence]:
-        """Return the calendar's sequences for `step`, by `order`.  Skip sequences whose `due` is another step by
-        now."""
+        """Return the calendar's sequences for `step`, by `order`.  The caller must skip those whose `due` has
+        changed."""
         return sorted(self._due.pop(step, ()), key=lambda s: s.order)
 
     def pause(self, seq: Sequence) -> None:

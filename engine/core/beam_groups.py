@@ -64,7 +64,7 @@ class BeamGroup:
         self._computed = 0  # computed tokens of all beams that no Finish has charged yet
         self._entries = self._blocks = 0  # block-table entries of all members, and distinct blocks: see `_count_blocks`
         self._rows: dict[int, Row] = {}  # candidates of this step that have arrived, by the index of the sequence
-        # Members whose table has changed, by index, with the table that the executor has; None: it has none.
+        # Members whose table has changed, by index, with the table that the executor has; None: the executor has none.
         self._moved: dict[int, list[int] | None] = {}
 
     @property

@@ -50,7 +50,7 @@ class DoubleFree(AccountingError):
 
 
 def root_digest(fingerprint: str, salt: str, adapter: str = "") -> bytes:
-    """Return the first digest of every chain of one model, salt and adapter: others share no digest with it.
+    """Return the digest with which every chain of one model, salt and adapter begins; other chains share no digest.
 
     `adapter`: digest of a LoRA adapter's files, because an adapter changes keys and values; "": no adapter."""
     key = blake2b(adapter.encode(), digest_size=32).digest() if adapter else b""
@@ -240,7 +240,7 @@ class BlockPool:
         return not self._index
 
     def check(self, tables: Iterable[Sequence[int]], blocks: range | None = None) -> None:
-        """Compare the given blocks (None: all), and all sums, with the live block tables.
+        """Compare the given blocks (None: all), and all totals, with the live block tables.
 
         Takes O(len(blocks)), and O(all blocks) of counting in C: 20 ms for 16,384 of 100,000 blocks.
         Raises AccountingError naming the block."""
@@ -250,14 +250,14 @@ class BlockPool:
             self._check_block(block, named[block])
             free = self._refs[block] == 0 and block not in self._idle
             if places[block] > free:
-                raise DoubleFree(f"block {block} stands {places[block]} times among the free ones, not {free:d} times")
+                raise DoubleFree(f"block {block} is {places[block]} times in the free list, not {free:d} times")
             if places[block] < free:
-                raise Leak(f"block {block} is neither held nor idle, and not among the free ones")
+                raise Leak(f"block {block} is neither held nor idle, and not in the free list")
         self._check_sums(named.total())
         if len(self._index) != self.total - self._digest.count(None):
-            raise AccountingError("the index finds a block that is not sealed")
+            raise AccountingError("the prefix index has a block that is not sealed")
         if fault := self._eviction.check(self._digest):
-            raise AccountingError(f"the eviction policy counts wrongly: {fault}")
+            raise AccountingError(f"the counts of the eviction policy are wrong: {fault}")
 
     def _check_sums(self, named: int) -> None:
         """Check that each block is free, idle or held, and that the tables have `named` entries in total.  O(1).
@@ -271,24 +271,24 @@ class BlockPool:
             raise Leak(sums)
         if self._named != named:
             kind = Leak if self._named > named else DoubleFree
-            raise kind(f"blocks were taken {self._named} times more often than released, tables name {named}")
+            raise kind(f"the pool counts {self._named} references to blocks, the tables have {named}")
 
     def _check_block(self, block: int, named: int) -> None:
         """Check one block; `named`: number of tables that contain it.  O(1).  Raises AccountingError."""
         refs, digest = self._refs[block], self._digest[block]
         if refs != named:
             kind = Leak if refs > named else DoubleFree
-            raise kind(f"block {block} counts {refs} references, {named} tables name it")
+            raise kind(f"block {block} has a reference count of {refs}, but is in {named} tables")
         if refs and block in self._idle:
             raise DoubleFree(f"block {block} has {refs} references and is idle")
         if self._sealed[block] != (digest is not None):
             raise AccountingError(f"block {block} counts as {'' if self._sealed[block] else 'not '}sealed, wrongly")
         if digest is not None and self._index.get(digest) != block:
-            raise AccountingError(f"block {block} is sealed under a digest that finds {self._index.get(digest)}")
+            raise AccountingError(f"block {block} is sealed; the index has {self._index.get(digest)} for its digest")
         if digest is None and block in self._idle:
-            raise AccountingError(f"block {block} is idle but holds nothing that can be found")
+            raise AccountingError(f"block {block} is idle, but holds no cached prefix")
         if digest is not None and not refs and block not in self._idle:
-            raise AccountingError(f"block {block} can be found but is neither held nor idle")
+            raise AccountingError(f"block {block} holds a cached prefix, but is neither held nor idle")
 
     def _first_run(self, count: int) -> int:
         """Return the first block of the lowest run of `count` consecutive free blocks; -1: there is none."""
@@ -368,11 +368,11 @@ class HostPool:
                 raise kind(f"host block {block} is in {holders} tables and {'held' if held else 'free'}")
             if places[block] + held != 1:
                 kind = Leak if places[block] + held == 0 else DoubleFree
-                raise kind(f"host block {block} stands {places[block]} times in free, held: {held}")
+                raise kind(f"host block {block} is {places[block]} times in the free list, held: {held}")
 
     def _check_sums(self, named: int) -> None:
         """Check the totals; `named`: entries of all host tables.  O(1).  Raises AccountingError."""
         free, held = len(self._free), len(self._held)
         if free + held != self.total or held != named:
             kind = DoubleFree if free + held > self.total or held < named else Leak
-            raise kind(f"{free} host blocks free and {held} held, of {self.total}; tables name {named}")
+            raise kind(f"{free} host blocks free and {held} held, of {self.total}; tables have {named}")

@@ -27,8 +27,9 @@ from quire.engine.core.blocks import BlockPool
 from quire.engine.core.sequence import Sequence
 from quire.engine.core.state_pool import StateCounts, StatePool
 
-DENSE, SPARSE = 128, 1024  # tokens between checkpoints of a prompt: while most state slots are free; while any is
-MOSTLY_FREE = 2  # most state slots are free: more than 1/MOSTLY_FREE of them
+# Tokens between checkpoints of a prompt, while more than 1/MOSTLY_FREE of the state slots are free, and while any is.
+DENSE, SPARSE = 128, 1024
+MOSTLY_FREE = 2
 
 
 class CheckpointPolicy(Protocol):
@@ -37,7 +38,7 @@ class CheckpointPolicy(Protocol):
     counts: StateCounts  # counters for metrics
 
     def hit(self, seq: Sequence, blocks: list[int]) -> list[int]:
-        """Cut the cached blocks of a prefix at the last position with a checkpoint, and return the rest."""
+        """Return the cached blocks of a prefix up to the last position that has a checkpoint."""
 
     def begin(self, seq: Sequence) -> int:
         """Return the checkpoint with which a sequence starts after `computed` cached tokens; -1: the empty state."""
@@ -122,7 +123,7 @@ class Checkpoints:
     def __init__(self, pool: BlockPool, states: StatePool, fingerprint: str) -> None:
         self.states, self.counts = states, states.counts
         self._pool, self._fingerprint, self._size = pool, fingerprint, pool.block_size
-        self._moves: list[tuple[int, int]] = []  # (batch slot, state slot) copies of the plan in the making
+        self._moves: list[tuple[int, int]] = []  # (batch slot, state slot) copies of the plan being built
         self._step = 0  # number of plans issued
 
     def hit(self, seq: Sequence, blocks: list[int]) -> list[int]:
@@ -213,7 +214,7 @@ class Checkpoints:
         return max(SPARSE, self._size) // self._size * self._size if self.states.free else 0
 
     def _write(self, seq: Sequence, position: int, place: int) -> int:
-        """Let the plan in the making save a checkpoint.  `place`: a state slot taken before; -1: take one.
+        """Let the plan being built save a checkpoint.  `place`: a state slot taken before; -1: take one.
 
         Returns the state slot; -1: the checkpoint exists already, or no state slot can be taken."""
         digest = self._digest(seq, position // self._size)

@@ -11,7 +11,7 @@ they equal these samples.  So the text equals that of normal decoding, at any te
 
 Only the first token of such a slice is certain, so:
   * `computed` counts only t until the result arrives, and then the accepted drafts, too.
-  * Blocks with drafts are sealed when the result has confirmed their tokens; blocks with no such token are freed.
+  * Blocks with drafts are sealed when the result has confirmed their tokens; blocks without confirmed tokens are freed.
   * No plan is made while a step with drafts is in flight (`Batch.verifying`), since the sequences' lengths are unknown.
   * Drafts follow the last token, so that token must be known.  An executor that runs ahead has a step in flight when
     the next step is planned.  If the time that drafts save exceeds the idle time, the plan waits for that step's result
@@ -46,7 +46,7 @@ class Policy(Protocol):
     def pays(self, drafts: list[tuple[Sequence, Draft]], seqs: int, max_tokens: int) -> bool:
         """Return whether to wait for the result of the step in flight, so that the next step can compute drafts.
 
-        `drafts`: they begin with a guess of the token that the step in flight samples."""
+        The first token of each draft is a guess of the token that the step in flight samples."""
 
     def min_match(self, seqs: int) -> int:
         """Return the minimum match length, in tokens, for which drafts may save time in a step of `seqs` sequences."""

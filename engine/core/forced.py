@@ -25,9 +25,9 @@ from quire.engine.core.policy.jumps import JumpCosts
 from quire.engine.core.report import SchedulerReport
 from quire.engine.core.sequence import Sequence, State
 
-# Minimum tokens of a jump, including the token sampled last.  A jump adds a slice to a decode step, which makes the
-# step slower, so the jump has to save two steps.  5 answers of 96 tokens by SmolLM2-135M, of the schemas of the study
-# `structured`, took 478 steps without jumps, and 421, 430, 436, 463 steps with MIN_JUMP = 2, 3, 4, 6.
+# Minimum tokens of a jump, including the token sampled last.  A jump makes a decode step slower, so it must save two
+# steps or more.  With the schemas of the study `structured`, SmolLM2-135M computed 5 answers of 96 tokens in 478 steps
+# without jumps, and in 421, 430, 436, 463 steps with MIN_JUMP = 2, 3, 4, 6.
 MIN_JUMP = 3
 
 
@@ -37,7 +37,7 @@ class ForcedTokens:
     def __init__(self, report: SchedulerReport, costs: JumpCosts) -> None:
         self._report = report
         self.costs = costs
-        self.jumps = 0  # sequences that jump in the plan in the making
+        self.jumps = 0  # sequences that jump in the plan being built
         self.jump_tokens = 0  # tokens of the slices of these jumps
         self._ahead: dict[int, Sequence] = {}  # sequences with forced tokens that a plan may compute, by id
 

@@ -62,9 +62,9 @@ class Headroom:
         return self._claims.at_once(self.prompt_budget())
 
     def claimable_by_preemption(self) -> int:
-        """Return the prompt tokens to claim now for tenants below their share, by preempting others.
+        """Return the prompt tokens to claim now for tenants below their share, for which other tenants are preempted.
 
-        Only waiting sequences of such tenants count: preempted ones and those of other tenants start later."""
+        Only waiting sequences of such tenants reduce the number, because all other waiting sequences start later."""
         return self._claims.at_once(self.prompt_budget(), self._fairness.waiting_tokens())
 
     def yielding(self) -> tuple[list[str], int, dict[str, int]]:
@@ -82,7 +82,8 @@ class Headroom:
     def predicted_peak(self) -> int:
         """Return the predicted peak KV usage of the running sequences if no other starts, in blocks.
 
-        Mode "reserve" of the baselines returns the maximum.  The value is a few steps old when many sequences run."""
+        In the baseline mode "reserve", every sequence counts with its maximum length.  The value is a few steps old
+        when many sequences run."""
         return self._admission.predicted_peak() if self._requests else 0
 
     def prompt_budget(self) -> int:

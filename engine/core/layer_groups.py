@@ -47,7 +47,7 @@ class LayerGroups:
     # ------------------------------------------------------------------------------------------------------ admission
 
     def hit(self, seq: Seq, blocks: list[int]) -> list[int]:
-        """Cut the cached blocks of a prefix at the last position whose windows are cached, and return the rest."""
+        """Return the cached blocks of a prefix up to the last position whose windows are cached, too."""
         return blocks
 
     # ------------------------------------------------------------------------------------------- tables of a sequence
@@ -106,7 +106,7 @@ class LayerGroups:
         """Drop the edits of a preempted sequence's window tables."""
 
     def edits(self) -> tuple[Copies, Edits, list[int]]:
-        """Return (copies, edits, freed blocks) of the plan in the making; each freed block is returned once."""
+        """Return (copies, edits, freed blocks) of the plan being built; each freed block is returned once."""
         return [], [], []
 
     def clear(self) -> None:

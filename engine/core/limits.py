@@ -46,7 +46,7 @@ class Event(msgspec.Struct, frozen=True):
     index: int  # index among the request's n choices; before the siblings fork: the leader's index
     tokens: int = 0  # started: cached prompt tokens; resumed: tokens to compute; ended: output tokens
     reason: FinishReason | None = None  # ended: finish reason; None: another engine answers the request now
-    step: int = 0  # step of the plan that caused it; first, ended: step of the last plan
+    step: int = 0  # step of the plan that caused the milestone; first, ended: step of the last plan issued
     # Digests of full blocks.  started: the cached blocks; ended: all blocks whose digest was computed.
     digests: list[bytes] = []
 

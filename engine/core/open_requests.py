@@ -19,7 +19,7 @@ class OpenRequests:
         self.tenants: Counter[str] = Counter()  # open requests of each tenant
         self._groups: dict[str, list[Sequence]] = {}  # id -> its unfinished sequences
         self._deadlines: list[tuple[int, str]] = []  # heap of (deadline_ms, id); ended requests drop out lazily
-        self._reassigned: list[Sequence] = []  # reassigned sequences not recomputed yet, as of the last `behind`
+        self._reassigned: list[Sequence] = []  # superset of the sequences that `behind` counts
         self._arrivals = 0
 
     def __contains__(self, request_id: str) -> bool:

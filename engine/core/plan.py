@@ -35,8 +35,8 @@ be issued before result N arrives.  The sequence that gets the block in plan N+1
     result N              token 42 is appended: known 43, computed 42, as for any slot that decodes
     plan M                swap_in: into other blocks · Start(slot 5, that table) · Slice(start 42, [token 42], sampler)
 
-A slot is reused only after every step is committed that may still report a token of it.  So each reported token
-belongs to one sequence.
+A slot is reused only after the results of all steps that may report a token of the slot have arrived.  So each reported
+token belongs to one sequence.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Draft(NamedTuple):
 
     slot: int
     tokens: list[int]  # never empty
-    match: int  # tokens that matched: the slot's last known tokens equal the tokens before the draft in its source
+    match: int  # number of the slot's last known tokens that equal the tokens before the draft in its source
     source: int  # index into DRAFT_SOURCES
 
 
 class WindowGroup(msgspec.Struct, frozen=True):
-    """Layers with one sliding window, and their own KV-cache blocks (layer_groups.py).
+    """The layers with a sliding window of one size, and the KV-cache blocks of these layers (layer_groups.py).
 
     In plans, the full-attention layers' blocks have the ids 0, 1, ...; the ids of each window group's blocks follow.
     So a block id determines which group's table an edit changes, and which layers a copy or a swap moves."""

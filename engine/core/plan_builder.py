@@ -37,7 +37,7 @@ from quire.engine.core.sequence import Sequence, State
 from quire.engine.core.swapping import Swapping
 from quire.engine.core.waiting_queue import WaitingQueue
 
-# Blocks of prompts that one plan looks up in the prefix cache, about 13 ms; a prompt that is longer is looked up alone.
+# Maximum prompt blocks that one plan looks up in the prefix cache, about 13 ms; a longer prompt is looked up alone.
 MAX_SEARCHED = 8_192
 
 
@@ -70,7 +70,7 @@ class PlanBuilder:
         self._preemption, self._swapping, self._groups = preemption, swapping, groups
         self._forced, self._drafts, self.checkpoints = forced, drafts, checkpoints
         self._adapters = adapters
-        self._step = 0  # step number of the plan in the making
+        self._step = 0  # step number of the plan being built
         self._chunk_tokens = 0
         self._decoding = 0  # sequences that decode in the plan
         self._budget = 0  # prompt tokens that the plan can still take
@@ -453,7 +453,7 @@ class PlanBuilder:
     def _seal_computed(self, seq: Sequence, start: int, end: int) -> None:
         """Add the blocks that became full between tokens `start` and `end` to the prefix cache.
 
-        The plan in the making computes their last tokens."""
+        The plan being built computes their last tokens."""
         size = self._pool.block_size
         for full in range(start // size + 1, end // size + 1):
             if (block := self._allocation.seal(seq, full * size)) is not None:

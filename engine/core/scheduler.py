@@ -184,8 +184,8 @@ class Scheduler:
     def reset_prefix_cache(self, most: int | None = None) -> bool:
         """Empty the prefix cache, or remove at most `most` blocks from it.  Returns whether it is empty.
 
-        If it is, no sequence that starts from now on finds a block that was sealed before.  Running sequences keep
-        their blocks, and still seal the blocks that they fill from now on.  O(removed blocks)."""
+        If it is empty, no sequence that starts from now on finds a block that was sealed before.  Running sequences
+        keep their blocks, and still seal the blocks that they fill from now on.  O(removed blocks)."""
         if not self.pool.forget_all(most):
             return False
         self.builder.layers.forget_all()
@@ -226,7 +226,7 @@ class Scheduler:
         flight.
 
         Also returns None while the scheduler needs the result of the step in flight first: that step verifies drafts,
-        or the next step should verify drafts that follow its tokens."""
+        or the next step should verify drafts that follow the tokens which that step samples."""
         for request_id in self.requests.expired(now_ms):
             self._end_request(request_id, "deadline")
         builder, batch = self.builder, self.batch

@@ -4,7 +4,7 @@ The live state of a sequence belongs to its slot and is not allocated here.  The
 in code); each can store one copy of a state, and is in one of four states:
 
     free     stores no copy
-    pending  the plan in the making writes it         published when the plan is issued
+    pending  the plan being built writes it         published when the plan is issued
     cached   a prompt with this prefix can start here found by the chain digest of the prefix's last block
     held     the state of a paused sequence, which has no slot
 
@@ -15,7 +15,7 @@ in code); each can store one copy of a state, and is in one of four states:
       +---release-- held                                 |
       +------------- evicted by take, or forgotten ------+
 
-A place that the plan in the making reads is pinned, so that other copies of the plan do not overwrite it.
+A place that the plan being built reads is pinned, so that other copies of the plan do not overwrite it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class StatePool:
         self._pending: dict[int, Checkpoint | None] = {}  # taken places; None: not written yet
         self._cached: dict[int, Checkpoint] = {}
         self._held: set[int] = set()
-        self._leaving: list[int] = []  # held places to free when the plan in the making is issued
+        self._leaving: list[int] = []  # held places to free when the plan being built is issued
         self._pinned: set[int] = set()
         self._index: dict[bytes, int] = {}
         self._clock = 0
@@ -83,7 +83,7 @@ class StatePool:
         return self._index.get(digest, -1)
 
     def pin(self, place: int) -> None:
-        """Protect a cached checkpoint, with which a sequence of the plan in the making begins, and count the hit."""
+        """Protect a cached checkpoint, with which a sequence of the plan being built begins, and count the hit."""
         checkpoint = self._cached[place]
         self._pinned.add(place)
         self._clock += 1
@@ -91,7 +91,7 @@ class StatePool:
         checkpoint.hits += 1
 
     def take(self) -> int:
-        """Take a place for the plan in the making to write; may evict a checkpoint.  -1: no place can be taken."""
+        """Take a place for the plan being built to write; may evict a checkpoint.  -1: no place can be taken."""
         if self._free:
             place = self._free.pop()
         else:
@@ -123,7 +123,7 @@ class StatePool:
         self._held.add(place)
 
     def release(self, place: int) -> None:
-        """Free a held place when the plan in the making is issued, because this plan may still read it."""
+        """Free a held place when the plan being built is issued, because this plan may still read it."""
         if place not in self._held or place in self._leaving:
             raise DoubleFree(f"state {place} released more often than it was taken")
         self._leaving.append(place)
@@ -154,7 +154,7 @@ class StatePool:
                 self._free.append(place)
 
     def abandon(self, step: int) -> None:
-        """Remove the checkpoints of all plans after `step` and of the plan in the making: they have not run."""
+        """Remove the checkpoints of all plans after `step` and of the plan being built: they have not run."""
         self._free += self._pending
         self._pending.clear()
         self.forget([each.digest for each in self._cached.values() if each.step > step])

@@ -28,7 +28,7 @@ Preempt = Literal["recompute", "swap", "auto"]
 
 
 class Swapping:
-    """Owns the host blocks, the host tables of swapped sequences, and the swap copies of the plan in the making."""
+    """Owns the host blocks, the host tables of swapped sequences, and the swap copies of the plan being built."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Swapping:
 
     @property
     def planned(self) -> bool:
-        """Whether the plan in the making has swap copies."""
+        """Whether the plan being built has swap copies."""
         return bool(self._out or self._in)
 
     def take_copies(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -89,7 +89,7 @@ class Swapping:
         return len(blocks)
 
     def leaves(self, seq: Sequence) -> bool:
-        """Return whether the plan in the making swaps the sequence out."""
+        """Return whether the plan being built swaps the sequence out."""
         return bool(seq.host) and any(block == seq.host[0] for _, block in self._out)
 
     def swap_in(self, seq: Sequence) -> int:

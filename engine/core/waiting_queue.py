@@ -15,7 +15,7 @@ class WaitingQueue:
     A new sequence can overtake a preempted one, and take blocks that it needs, only for fairness between tenants."""
 
     def __init__(self) -> None:
-        self.tokens = 0  # known tokens of all waiting sequences, as they were when they joined or grew
+        self.tokens = 0  # known tokens of all waiting sequences, counted when each one joined or grew
         self.fork_blocks = 0  # blocks that siblings of waiting leaders take at their forks
         self._queue: deque[Sequence] = deque()
 

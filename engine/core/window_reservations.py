@@ -44,7 +44,7 @@ class WindowReservations:
         return min(((most - taken) // each for most, taken, each in groups), default=UNBOUNDED)
 
     def refusal(self, seq: Seq, choices: int) -> str:
-        """Return why so many choices like `seq`, which start together, or its beams can never run; "": they can."""
+        """Return why this engine can never run `choices` choices like `seq` at once, or its beams; "" if it can."""
         for need, most in zip(self._needed(seq, choices), self.capacity, strict=True):
             if need > most:
                 beams = seq.request.beams
@@ -58,7 +58,7 @@ class WindowReservations:
         self._set(seq, self._needed(seq, 1 + len(seq.siblings)))
 
     def share(self, leader: Seq, sibling: Seq) -> None:
-        """Pass the part of a leader's reservation that is for this sibling to it."""
+        """Move a sibling's part of the leader's reservation to the sibling."""
         own = self._of_one(sibling)
         rest = tuple(count - part for count, part in zip(leader.window_reserved, own, strict=True))
         self._set(leader, rest)
@@ -91,6 +91,7 @@ class WindowReservations:
         return tuple(count * choices for count in self._of_one(seq))
 
     def _of_one(self, seq: Seq) -> tuple[int, ...]:
-        """Return the blocks of one sequence.  One more than it holds, since a plan's tokens may straddle a block."""
+        """Return the blocks to reserve for one sequence: one more than it holds, since a plan's tokens may straddle
+        a block."""
         blocks = seq.max_blocks(self._size) + 1
         return tuple(min(each, blocks) for each in self._each)

@@ -176,7 +176,7 @@ def test_a_free_block_that_is_lost_is_found() -> None:
     """A free block is missing while another one stands there twice: no sum is wrong, and no block by itself."""
     rig = busy()
     rig.pool._free[0] = rig.pool._free[1]
-    with pytest.raises(AccountingError, match="among the free ones"):
+    with pytest.raises(AccountingError, match="in the free list"):
         rig.core.auditor.whole()
 
 

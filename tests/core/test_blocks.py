@@ -156,7 +156,7 @@ def test_first_finishing_sibling_does_not_free_what_others_use() -> None:
 def test_check_catches_a_missing_decrement_and_a_double_free() -> None:
     pool = BlockPool(4, 16)
     table = pool.allocate(2)
-    with pytest.raises(AccountingError, match=f"block {min(table)} counts 1 references, 0 tables"):
+    with pytest.raises(AccountingError, match=f"block {min(table)} has a reference count of 1, but is in 0 tables"):
         pool.check([])
     pool.release(table)
     with pytest.raises(AccountingError, match="released more often"):

@@ -13,8 +13,8 @@ Linear layers compute tokens in tiles of T, so the cost of drafts is counted in 
     tokens  | n sequences and drafts |  free  ||          tile            ||        tile ...
             |<------ complete tiles --------->|<-- p = T: as long for one draft as for T -->|
 
-Drafts that fit into the last tile of a step count as p = 1.  So drafts fill a further tile or do not begin it, and a
-probe (see below) stays in the last tile if that is not full.
+Drafts that fit into the last tile of a step count as p = 1.  So drafts either fill a further tile or do not begin one,
+and a probe (see below) stays in the last tile if that is not full.
 
 Acceptance rates are learnt per request, and per tenant, source and match length.  A new request begins with the rates
 of its tenant.  An executor that runs ahead has a step in flight when the next step is planned.  Drafts need the
@@ -30,8 +30,9 @@ Predictions err, so a credit account, in seconds, bounds the time that drafts ma
 
 Other work on the machine delays steps by more than drafts do, often for several steps.  So the time of a step with
 drafts is divided by the slowdown (StepCostModel.pace): how many times their average the last decode-only steps took.
-An average that is too old is measured again first.  And X(p) is at least the time of p prompt tokens, times the
-fraction of D(n) that n prompt tokens take: further tokens cost little only while a step is bound by reading weights.
+If the average is too old, a step without drafts measures it again first.  And X(p) is at least the time of p prompt
+tokens, times the fraction of D(n) that n prompt tokens take: further tokens cost little only while a step is bound by
+reading weights.
 
 A step computes at most the drafts whose time the account covers even if all of them are refused.  Without computed
 drafts no acceptance rate is learnt.  So when the account holds twice the time of PROBE_TOKENS drafts, these are
@@ -62,7 +63,7 @@ UNLIKELY = 0.02  # draft tokens with at most this survival are not considered
 KEPT = 0.97  # factor on the weight of earlier drafts for each new draft: exponential decay
 TENANTS = 1024  # tenants whose rates are kept, most recent first
 MATCHES = (2, 4, 8, 16)  # minimum match length of each class of drafts, in tokens
-# Steps with drafts between two steps without, which measure the current decode-only time: first, maximum interval.
+# Steps with drafts after which one step without drafts measures the decode-only time again: first and maximum interval.
 FIRST_RECHECK, RECHECK = 8, 32
 KNOWN = 4  # steps without drafts that are measured before drafts begin: a single measurement may be wrong by half
 SEARCHES = 64  # every SEARCHES steps matches of any length are searched, even if short matches have not saved time
@@ -319,7 +320,7 @@ class DraftController:
         return counts
 
     def _probe_size(self, lengths: list[int], seqs: int, max_tokens: int) -> int:
-        """Add PROBES to the credit account for a step without drafts.  Returns the tokens of a due probe, or 0."""
+        """Add the time for a step without drafts to the credit account.  Returns the tokens of a due probe, or 0."""
         alone = self._step_cost.exact_decode_s(seqs)
         free = -seqs % self._tile_tokens  # tokens that fit into the last tile
         count = min(PROBE_TOKENS, max_tokens, max(lengths), free or PROBE_TOKENS)

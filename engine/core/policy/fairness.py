@@ -39,8 +39,8 @@ from quire.engine.core.waiting_queue import WaitingQueue
 
 LOOK_SLOTS = 32  # the blocks of each tenant are summed up again every 1 + running / LOOK_SLOTS steps
 FAVOUR_SLOTS = 64  # after a search without result, the next search follows 1 + running / FAVOUR_SLOTS steps later
-# Running sequences after which the searches of one plan try no further waiting sequence; each takes 2 to 5 us.  Without
-# this limit a search for 200 waiting tenants among 800 running sequences of 800 tenants took 1.4 s.
+# Maximum running sequences that the searches of one plan examine, 2 to 5 us each.  Without this limit, a search for 200
+# waiting tenants among 800 running sequences of 800 tenants took 1.4 s.
 MAX_VISITS = 2_048
 ENGINE = "(engine)"  # tenant of the engine's own requests, which have no share: nothing is preempted for them
 PREEMPTIBLE = (State.PREFILLING, State.DECODING, State.PAUSED)
@@ -73,7 +73,7 @@ class Shares:
     def for_another(self, first: int = 0) -> int:
         """Return how many blocks preemptions for fairness could free for one more tenant of the mean weight.
 
-        `first`: blocks that waiting sequences of tenants below their share take before."""
+        `first`: blocks that waiting sequences of tenants below their share take first."""
         if not self._weights:
             return 0
         return self._startable(0, sum(self._weights.values()) / len(self._weights), first)
@@ -96,8 +96,8 @@ class Shares:
     def _startable(self, held: int, weight: float, first: int) -> int:
         """Return the maximum blocks for which `yielding_to` finds enough sequences, less the `first` blocks.
 
-        `held`, `weight`: of the tenant that takes them.  Each further preemption frees blocks, and lowers the level up
-        to which the tenant may hold blocks."""
+        `held`, `weight`: present blocks and weight of the tenant that takes them.  Each further preemption frees
+        blocks, and lowers the level up to which the tenant may hold blocks."""
         freed, levels = self._yields
         allowed = [int(level * weight) - held for level in levels]
         at = bisect_left(range(len(freed)), True, key=lambda i: freed[i] - first >= allowed[i])
@@ -209,9 +209,9 @@ class Fairness:
     def favoured(self, named: Container[int]) -> tuple[Sequence, list[Sequence]] | None:
         """Return (sequence that starts before all others, sequences to preempt for it, in order); None: none does.
 
-        Tries the first waiting sequence of each tenant below its share, in queue order.  So swapped sequences of these
-        tenants resume before new sequences of them start.  A search of many tenants continues in later plans, so that
-        no plan takes long (MAX_VISITS).  `named`: ids of sequences that the plan names already, which it cannot
+        Tries the first waiting sequence of each tenant below its share, in queue order.  So a tenant's swapped
+        sequences resume before its new sequences start.  A search of many tenants continues in later plans, so that no
+        plan takes long (MAX_VISITS).  `named`: ids of sequences that the plan names already, which it cannot
         preempt."""
         if not self.contend or not self._waiting or not self._admission.preempts or self._isolation.active:
             return None

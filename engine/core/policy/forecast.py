@@ -220,7 +220,7 @@ class Demand:
     Sequences of unknown length are grouped by (length table, output length so far).  Each group keeps the sums of the
     blocks held, of their squares and of their cubes.  Sequences end independently, so the first three central moments
     of the blocks held at a horizon add up.  The bound is a high quantile of a gamma distribution with these moments.
-    For few sequences it is near the worst case.  An output's maximum length counts from the next horizon on.
+    For few sequences it is near the worst case.  An output is counted up to the first horizon past its maximum length.
 
     add() takes O(1).  bound() takes O(horizons) per new group, and O(n log n) in the sequences of known length."""
 
@@ -228,7 +228,7 @@ class Demand:
         """`caution`: the quantile, in standard deviations of a normal distribution."""
         self.to_compute = 0  # prompt tokens that the sequences still have to compute
         self._size = block_size
-        self._grown = [horizon / block_size for horizon in HORIZONS]  # per horizon: blocks taken by then
+        self._grown = [horizon / block_size for horizon in HORIZONS]  # per horizon: blocks a sequence takes by then
         self._caution = caution
         self._constant = 0  # blocks that stay held at all horizons
         self._groups: dict[Lengths, dict[int, list[float]]] = {}

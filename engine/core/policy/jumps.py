@@ -39,11 +39,11 @@ class _Size:
 
 
 class JumpCosts:
-    """Measures the time that jumps add to a step, per power of two of sequences.  Every method takes O(1)."""
+    """Measures the time that jumps add to a step, per bit length of its sequence count.  Every method takes O(1)."""
 
     def __init__(self, step_cost: StepCostModel) -> None:
         self._step_cost = step_cost
-        self._sizes: dict[int, _Size] = {}  # measurements by bit length of the sequences in a step
+        self._sizes: dict[int, _Size] = {}  # measurements by bit length of the number of sequences
 
     def record(self, seconds: float, seqs: int) -> None:
         """Learn from the time of a step with jumps and no prompts.  `seqs`: sequences that decode or jump in it."""

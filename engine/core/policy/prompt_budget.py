@@ -26,8 +26,8 @@ def prompt_budget(limits: Limits, step_cost: StepCostModel, batch: Batch, waitin
     """Return the prompt tokens of the next step: the minimum of the token budget and the bounds on the step's time.
 
     `waiting`: sequences in the queue.  `behind`: reassigned sequences that have not been recomputed yet.  While there
-    are any, the stretch bound protects only sequences that began on this engine.  Otherwise the reassigned sequences
-    that resumed first would delay the recomputation of the rest."""
+    are any, the bound `itl_stretch` protects only sequences that began on this engine.  Otherwise the reassigned
+    sequences that resumed first would delay the recomputation of the rest."""
     budget = limits.step_tokens - batch.decoding
     if limits.step_target_s:
         within = step_cost.tokens_within(batch.decoding, limits.step_target_s)
