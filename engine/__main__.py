@@ -46,7 +46,7 @@ CLOSE_S = 10.0  # maximum seconds for a failed executor to release its device
 
 
 class Stopwatch:
-    """Measures the parts of a start, for the log, because the streams of a crashed engine pause during a restart."""
+    """Measures the parts of a start for the log: while an engine restarts, its streams pause."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()

@@ -20,8 +20,8 @@ class AdapterGate(Gate):
     def __init__(
         self, inbox: Inbox, store: HeldAdapters | None, clock: Callable[[], int] = steady_ms, *, returns: bool = False
     ) -> None:
-        """`store`: None: the executor has no LoRA support.  `returns`: requests that this engine cannot serve, because
-        it lacks LoRA support or the adapter's files, return to the queue; False: they end with an error."""
+        """`store`: None if the executor has no LoRA support.  `returns`: whether requests that this engine cannot
+        serve, for want of LoRA support or the adapter's files, return to the queue; if not, they end with an error."""
         super().__init__(inbox, store, clock)
         self._adapters, self._returns = store, returns
 

@@ -70,13 +70,13 @@ class BusThread:
     """Sends outputs to Redis, and receives requests and control messages.
 
     A sync sends the outputs since the last one, and claims requests for the engine's free capacity.  Syncs run after
-    each turn that published, after each wake-up, and at least every third of STALE_MS (1 s) or of a shorter lease."""
+    each turn that published, after each wake-up, and at least three times per STALE_MS (3 s) or per shorter lease."""
 
     returns = True
 
     def __init__(self, config: EngineConfig, telemetry: Telemetry | None = None) -> None:
         """`telemetry`: None if no metrics are served."""
-        self.relieved, self.queued = False, 0  # see Inbox
+        self.relieved, self.queued = False, 0  # values of the properties of Inbox
         self._config = config
         self._telemetry = telemetry or Telemetry(config.engine_id)
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -93,7 +93,7 @@ class BusThread:
         self._prefixes: deque[tuple[list[bytes], list[bytes]]] | None = None
         self._backlog = PromptBacklog()
         self._retry_s: float | None = None  # seconds until the next sync, after requests were left to other engines
-        self._claimed: deque[tuple[int, int]] = deque()  # (sequence number, prompt tokens) of unreported claims
+        self._claimed: deque[tuple[int, int]] = deque()  # (number, prompt tokens) of claims not in a report yet
         self._claims = 0  # number of claims since start
         self._stopping = False
         self._died = False  # the engine has failed, so it claims no further request
@@ -307,7 +307,7 @@ class BusThread:
         return deltas, finished, returned, count
 
     def _room(self, report: Report) -> tuple[EngineLoad, int, int, int, int]:
-        """Return (load, free prompt tokens, free requests, prompt tokens to claim at once, the same by preemption).
+        """Return (load, free prompt tokens, free requests, prompt tokens to claim at once, and at once by preemption).
 
         These are the report's values, minus the requests claimed after the report was made."""
         while self._claimed and self._claimed[0][0] <= report.accepted:

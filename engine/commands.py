@@ -83,7 +83,7 @@ class Report(msgspec.Struct, frozen=True):
     costs: StepCosts = StepCosts()
     # Prompt tokens to claim at once, at most free_tokens; the request that exceeds them is the last one claimed.
     claim_tokens: int = ANY_TOKENS
-    # The same for requests of tenants below their share, which start by preemption: also when free_tokens is 0.
+    # Prompt tokens of tenants below their share to claim at once: they start by preemption, even if free_tokens is 0.
     preempt_claim_tokens: int = ANY_TOKENS
 
 

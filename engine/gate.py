@@ -28,7 +28,7 @@ class Gate:
     """An Inbox that filters the commands (control messages) of another Inbox.  Only the loop's thread may use it."""
 
     def __init__(self, inbox: Inbox, store: HeldResources | None, clock: Callable[[], int] = steady_ms) -> None:
-        """`store`: None: all commands pass, and the scheduler refuses requests that the executor cannot serve.
+        """`store`: if None, all commands pass, and the scheduler refuses requests that the executor cannot serve.
         `clock`: unix time in ms for deadlines."""
         self._inbox, self._store, self._clock = inbox, store, clock
         self._waiting: dict[str, list[Command]] = {}  # request id -> its command, then aborts of its choices
@@ -39,7 +39,7 @@ class Gate:
         self.waiting_sequences = self.waiting_tokens = 0  # choices of waiting requests, and their prompt tokens
 
     def need(self, request: Generate) -> str:
-        """Return the name of the resource that a request needs, as its store uses it; "": none."""
+        """Return the name that the store has for the resource that a request needs; "" if it needs none."""
         raise NotImplementedError
 
     @property

@@ -31,7 +31,7 @@ class GrammarGate(Gate):
         *,
         max_held_mib: int = 1024,
     ) -> None:
-        """`store`: None: the executor has no grammar support, and the scheduler refuses requests with a grammar.
+        """`store`: if None, grammars are not supported, and the scheduler refuses requests with a grammar.
         `max_held_mib`: maximum MiB of grammars held by requests; the last grammar may exceed it."""
         super().__init__(inbox, store, clock)
         self._grammars = store

@@ -134,7 +134,7 @@ class Engine:
         self._in_flight = 0  # steps submitted and not collected
         self._accepted = self._dropped = 0  # number of requests since start
         self._idle = False  # whether no request was left after the last turn
-        self._behind_since = 0.0  # monotonic seconds of the first Resume whose request is not recomputed; 0: none
+        self._behind_since = 0.0  # monotonic seconds since which resumed requests are being recomputed; 0: none is
 
     def run(self) -> None:
         """Run turns until drained.  The caller must then return the remaining requests to the queue."""

@@ -3,7 +3,7 @@
 python examples/idempotent_retry.py [PROMPT]
 
 A request with an `Idempotency-Key` can be sent again, to any gateway, with the same body. The answer is that of the
-first request, running or finished. Here the client loses the first answer on purpose and asks again.
+first request, running or finished. In this example the client drops the first answer on purpose and asks again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def main(prompt: str) -> None:
     url = os.environ.get("QUIRE_URL", "http://127.0.0.1:8000")
     with OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("QUIRE_API_KEY", "none")) as client:
         model = next(iter(client.models.list())).id
-        key = {"Idempotency-Key": f"order-{uuid.uuid4()}"}  # one for each thing that shall happen once
+        key = {"Idempotency-Key": f"order-{uuid.uuid4()}"}  # one key per answer to compute
 
         lost = client.completions.create(model=model, prompt=prompt, max_tokens=32, stream=True, extra_headers=key)
         first = next(iter(lost))

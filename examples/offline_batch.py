@@ -2,8 +2,8 @@
 
 python examples/offline_batch.py [PROMPT ...]      QUIRE_MODEL=./dir or org/name; without it the demo model
 
-Prints one JSON line for each prompt, in the order of the prompts. All prompts are submitted at once: the scheduler
-batches them and shares the KV blocks of equal beginnings.
+Prints one JSON line per prompt, in the order of the prompts. All prompts are submitted at once: the scheduler batches
+them and shares the KV blocks of common prefixes.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class BlockTables:
         self.lengths: dict[str, int] = {}
 
     def register(self, name: str, tokens: int) -> list[int]:
-        """Add a sequence with a prompt of so many tokens; return its table.  Raises OutOfBlocks, changing nothing."""
+        """Add a sequence with a prompt of `tokens` tokens; return its table.  Raises OutOfBlocks, changing nothing."""
         self.tables[name] = self.pool.allocate(-(-tokens // self.pool.block_size))
         self.lengths[name] = tokens
         return self.tables[name]
@@ -29,7 +29,7 @@ class BlockTables:
     def append(self, name: str) -> tuple[int, int] | None:
         """Allocate a slot for one more token.  Return (from block, to block) if the last block has to be copied first.
 
-        It has to where another sequence shares it: copy on write.  Raises OutOfBlocks, changing nothing."""
+        That is needed if another sequence shares it (copy on write).  Raises OutOfBlocks, changing nothing."""
         table, place = self.tables[name], self.lengths[name] % self.pool.block_size
         copied = None
         if place == 0:
@@ -52,7 +52,7 @@ class BlockTables:
         del self.lengths[name]
 
     def address(self, name: str, token: int) -> tuple[int, int]:
-        """Return where the keys and values of a token are: block, and place in it.  Raises IndexError past the end."""
+        """Return (block, index in it) of a token's keys and values.  Raises IndexError past the end."""
         if not 0 <= token < self.lengths[name]:
             raise IndexError(f"token {token} of {name}, which has {self.lengths[name]}")
         return self.tables[name][token // self.pool.block_size], token % self.pool.block_size

@@ -23,7 +23,7 @@ echo '# A chat, streamed'
 ask /v1/chat/completions '{"model": "'"$model"'", "messages": [{"role": "user", "content": "Hello"}],
   "max_completion_tokens": 8, "stream": true, "stream_options": {"include_usage": true}}'
 
-echo '# Two continuations of one prompt, with log probabilities'
+echo '# Two choices for one prompt, with log probabilities'
 ask /v1/completions '{"model": "'"$model"'", "prompt": "To be", "max_tokens": 2, "n": 2, "logprobs": 1}'
 
 echo '# How many tokens does a text have?'

@@ -27,7 +27,7 @@ TRIES = 10
 
 
 def events(body: dict[str, Any], last_id: str | None) -> Iterator[tuple[str, str]]:
-    """Yields (id, data) of each event: of a new answer, or of an earlier one after the event `last_id`."""
+    """Yields (id, data) of each event of a new answer, or of the events of an earlier answer after `last_id`."""
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json", "X-Resumable": "1"}
     if last_id is not None:
         headers["Last-Event-ID"] = last_id
@@ -46,7 +46,7 @@ def events(body: dict[str, Any], last_id: str | None) -> Iterator[tuple[str, str
 
 
 def text(body: dict[str, Any]) -> Iterator[str]:
-    """Yields the pieces of an answer's text. Reconnects for as long as the stream ends without [DONE]."""
+    """Yields an answer's text in chunks. Reconnects until the stream ends with [DONE]."""
     last_id: str | None = None
     for attempt in range(TRIES):
         try:

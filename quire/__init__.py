@@ -2,10 +2,10 @@
 
     from quire import LLM
 
-    for completion in LLM("./checkpoint").generate(["To be", "or not"], max_tokens=16):
-        print(completion.choices[0].text)
+    for completion in LLM("./checkpoint").generate(["To be", "or not"], max_new_tokens=16):
+        print(completion.outputs[0].text)
 
-`quire.engine` and `quire.service` are the folders of those names beside this one.
+In a source checkout, `quire/engine` and its siblings are links to the top-level folders of these names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["LLM", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `LLM` at its first use only: a gateway imports this package and has no torch."""
+    """Import `LLM` only when it is used, because a gateway imports this package and has no torch."""
     if name == "LLM":
         from quire.engine.llm import LLM
 

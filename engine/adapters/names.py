@@ -9,7 +9,7 @@ from pathlib import Path
 from quire.engine.adapters.errors import AdapterError
 from quire.engine.adapters.files import CONFIG, PICKLE, WEIGHTS
 
-MAX_CHARS = 128  # characters of a name
+MAX_CHARS = 128  # maximum characters of a name
 MAX_PATH_CHARS = 4096
 NAME = re.compile(r"[A-Za-z0-9_][\w.:/-]*", re.ASCII)
 FOLDER = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)  # names that are allowed as folders in --lora-dir

@@ -1,8 +1,8 @@
 """Matches module names with the patterns of an adapter, with PEFT's semantics.
 
 A pattern may be any regular expression.  A malicious pattern could run for hours and block the process, because
-Python's matcher holds the GIL.  So all patterns except plain names are matched in a child process, whose CPU time is
-limited: other adapters wait for their loads meanwhile.
+Python's matcher holds the GIL.  So all patterns except plain names are matched in a child process.  Its CPU time is
+limited, because loads of other adapters wait meanwhile.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ except (re.error, RecursionError, OverflowError) as error:
 
 
 def endings(name: str) -> list[str]:
-    """Return the plain patterns that match a module name: the name itself, and its suffixes after each dot."""
+    """Return the plain patterns that match a module name: the name itself, and the suffix after each of its dots."""
     return [name, *(name[at + 1 :] for at, one in enumerate(name) if one == ".")]
 
 
@@ -51,7 +51,7 @@ def full_matches(patterns: Sequence[str], names: Sequence[str], where: str) -> d
         )
     except subprocess.TimeoutExpired:
         raise AdapterError(f"{where}: matching its patterns has not ended after {LIMIT_S:g} s") from None
-    if done.returncode < 0:  # by a signal
+    if done.returncode < 0:  # a signal has ended the child, such as SIGXCPU
         raise AdapterError(f"{where}: matching its patterns takes over {CPU_S} s of CPU time")
     if done.returncode:
         raise AdapterError(f"{where}: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'bad pattern'}")

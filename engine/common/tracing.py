@@ -8,7 +8,7 @@ untraced request takes only one test for an empty string.
       admission                   gateway: from the encoded prompt to its place in the queue, or the refusal
       queue · prefill · decode    engine: in Redis and in its own queue; until the first token; until the last
       resume                      engine: until it resumes a sequence that was preempted, or that another engine began
-      resume MODEL                gateway, any: a client that reconnected to its answer
+      resume MODEL                any gateway: from a client's reconnect to the last byte
 
 Tracing is off unless an endpoint is given, by `--otlp-endpoint` or by OpenTelemetry's variables
 (OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT; its variables for headers, timeout, sampler, batches

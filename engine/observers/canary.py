@@ -172,10 +172,10 @@ class Canary:
 
 
 class LoadedCanary:
-    """The canary of a busy engine: a request of the fixed prompt, and the log-probabilities of its answer.
+    """The canary of a busy engine: a request with the fixed prompt, and the log-probabilities of its answer.
 
-    It starts before other waiting requests, and takes one slot and two blocks for two steps.  No sequence
-    is preempted for it.  The token counters of the engine include its tokens."""
+    It starts before other waiting requests, and takes one slot and two KV blocks for two steps.  No sequence is
+    preempted for it.  The token counters of the engine include its tokens."""
 
     def __init__(self, tokens: list[int], top: int, core: Scheduler) -> None:
         """`tokens`: the prompt and the token that must follow it."""

@@ -156,7 +156,7 @@ def _steps_saved(core: Scheduler) -> dict[str, Any]:
 
 
 def _honoured(core: Scheduler) -> list[str]:
-    """Return the newer request fields that this engine supports; earlier releases or other options ignore them."""
+    """Return the newer request fields that this engine supports; engines of earlier releases ignore such fields."""
     later = [*LATER_FIELDS, ADAPTERS if core.adapters.count else LEAVES_ADAPTERS]
     if core.drafts.drafter is not None:
         later.append(PREDICTIONS)

@@ -40,7 +40,7 @@ class WarmUp(NamedTuple):
 class KVUse(NamedTuple):
     """Usage of the KV cache."""
 
-    shared_fraction: float  # 1 - held blocks / entries of all block tables
+    shared_fraction: float  # fraction of the entries of all block tables that need no block of their own
     held: dict[str, int]  # bytes of blocks that sequences hold, by layer group
     cached: dict[str, int]  # bytes of cached, unreferenced blocks, by layer group
 
@@ -50,7 +50,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._kinds: deque[str] = deque()  # kinds of the steps in flight
-        self._last_result = 0.0  # monotonic seconds of the last result; 0: idle or failed since, so do not measure
+        self._last_result = 0.0  # monotonic seconds of the last result; 0 after a pause or failure: measure no time
         self.seconds = {"decode": Tally(histograms.STEP_S), "mixed": Tally(histograms.STEP_S)}
         self.tokens = Tally(histograms.TOKENS)
         self.failures = 0

@@ -29,7 +29,7 @@ VLLM_TABLE: tuple[Row, ...] = (
     ),
     gauge(
         "vllm:num_requests_waiting_by_reason",
-        "The same by reason: capacity, or deferred while a grammar is compiled.",
+        "Waiting sequences by reason: capacity, or deferred while a grammar is compiled.",
         lambda t: {"capacity": max(0.0, t.load.waiting - t.gated + t.queue_share), "deferred": t.gated},
         "reason",
     ),

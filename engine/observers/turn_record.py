@@ -46,8 +46,8 @@ class TurnRecord(msgspec.Struct, kw_only=True):
     last_committed: int = 0  # number of the last committed step
     idle: bool = False  # whether the engine has no request after this turn
     draining: bool = False
-    resumed_s: float = 0.0  # > 0: all requests of an earlier engine are recomputed now, which took this many seconds
-    canary: CanaryCounts = msgspec.field(default_factory=CanaryCounts)  # not a copy, as `totals`
+    resumed_s: float = 0.0  # seconds that recomputing all requests of an earlier engine took; set in its last turn
+    canary: CanaryCounts = msgspec.field(default_factory=CanaryCounts)  # counts since start; not a copy either
     grammar_counts: Callable[[], GrammarCounts] = GrammarCounts
     adapter_counts: Callable[[], AdapterCounts] = AdapterCounts
     # The following functions visit every sequence, so do not call them in every turn.

@@ -46,11 +46,11 @@ class Report(msgspec.Struct, frozen=True):
     preemptions: int
     pauses: int
     recomputed_tokens: int
-    held: float  # blocks held / blocks of the pool, averaged over all the time
-    utilisation: float  # blocks held / blocks of the pool
+    held: float  # blocks held / blocks of the pool, averaged over the simulation
+    utilisation: float  # blocks held / blocks of the pool, while sequences wait
     filled: float  # KV positions with a token / KV positions held, weighted by time; the rest is waste
     efficiency: float  # eta: blocks held / blocks that static allocation would hold, weighted by time
-    contended_s: float  # time in which sequences waited
+    contended_s: float  # seconds in which sequences waited
     ttft: tuple[float, float, float]  # p50, p90, p99
     itl: tuple[float, float, float]
     itl_max: float
@@ -282,12 +282,12 @@ def line(mode: str, seed: int, report: Report) -> str:
 
 
 def counted(lines: Sequence[RequestLine]) -> list[RequestLine]:
-    """Return the lines of requests with output or cancelled by their client: those that a simulation counts."""
+    """Return the lines that a simulation counts: requests that have output, or that their client cancelled."""
     return [line for line in lines if line.output_len or line.outcome in ("cancelled", "deadline")]
 
 
 def share_on_time(lines: Sequence[RequestLine]) -> float:
-    """Return the fraction of the counted requests of a log that were on time; cancelled ones were not."""
+    """Return the fraction of a log's counted requests that were on time; cancelled requests count as late."""
     ran = counted(lines)
     whole = [line for line in ran if line.outcome in ("stop", "length") and line.ttft_s is not None]
     good = sum(on_time(line.ttft_s or 0.0, line.e2e_s - (line.ttft_s or 0.0), line.output_len) for line in whole)
@@ -311,17 +311,17 @@ def options() -> argparse.ArgumentParser:
     source.add_argument(
         "--trace", type=Path, help="JSON lines: at_s, prompt_len, output_len, max_tokens, ...; or a request log"
     )
-    source.add_argument("--burst", action="store_true", help="5 requests a second, 15 for 30 s, 5 again")
-    parser.add_argument("--seeds", type=int, default=3, help="of --burst: run with seeds 0, 1, ... below this")
-    parser.add_argument("--peak", type=float, default=15.0, help="of --burst: requests per second at its peak")
-    parser.add_argument("--max-tokens", type=int, default=1024, help="limit of outputs; --trace: of lines without one")
-    parser.add_argument("--rate", type=float, default=0.0, help="of --trace: Poisson arrivals a second, not at_s")
-    parser.add_argument("--known", action="store_true", help="of --burst: outputs end at max_tokens (ignore_eos)")
+    source.add_argument("--burst", action="store_true", help="generate 5 requests/s, 15 for 30 s, then 5 again")
+    parser.add_argument("--seeds", type=int, default=3, help="with --burst: number of runs, with seeds 0, 1, ...")
+    parser.add_argument("--peak", type=float, default=15.0, help="with --burst: requests/s during the burst")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="maximum output tokens of jobs without their own")
+    parser.add_argument("--rate", type=float, default=0.0, help="with --trace: Poisson arrivals/s instead of at_s")
+    parser.add_argument("--known", action="store_true", help="with --burst: outputs end at max_tokens (ignore_eos)")
     parser.add_argument("--mode", choices=[*ADMISSION, "all"], default="all", help="admission mode (default: all)")
     parser.add_argument("--kv-blocks", type=int, default=512, help="blocks in the pool (default: 512)")
     parser.add_argument("--block-size", type=int, default=16, help="tokens of a block (default: 16)")
     parser.add_argument("--max-seqs", type=int, default=256, help="sequences that may run at once (default: 256)")
-    parser.add_argument("--step-tokens", type=int, default=1024, help="most tokens of a step (default: 1024)")
+    parser.add_argument("--step-tokens", type=int, default=1024, help="maximum tokens of a step (default: 1024)")
     for name, of_log in (("itl_stretch", EngineConfig().itl_stretch), ("step_target_s", EngineConfig().step_target_s)):
         flag, text = (
             f"--{name.replace('_', '-')}",
@@ -334,15 +334,15 @@ def options() -> argparse.ArgumentParser:
         type=float,
         nargs=3,
         metavar=("FIXED", "ROW", "TOKEN"),
-        help="ms of a step: fixed, for each running sequence, for each prompt token (default: of a request log, what "
-        "explains its times; else 10, 0.2, 0.05)",
+        help="ms of a step: fixed, per running sequence, per prompt token (default: fitted to the times of a request "
+        "log; without one 10, 0.2, 0.05)",
     )
     parser.add_argument(
         "--at",
         choices=("claimed", "queued"),
         default="claimed",
-        help="of a request log: the engine gets a request when it did, in the lanes' order, or at once when it was "
-        "queued, as for another pool (default: claimed)",
+        help="with a request log: when the engine gets a request: when it claimed it, in the lanes' order; or when it "
+        "was queued, to simulate another pool size (default: claimed)",
     )
     return parser
 

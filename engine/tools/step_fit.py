@@ -6,7 +6,7 @@
 Each line has two measurements of the engine: the time of a decode-only step with a number of sequences, and the
 additional time per prompt token.  A linear fit of the first and the median of the second give the model, up to a
 factor.  The factor comes from the answers: between its first token and its end a sequence takes part in every step, so
-that time is
+the time between them is
 
     steps * fixed + (sum over the steps of running sequences) * row + (prompt tokens computed meanwhile) * prompt_token
 

@@ -1,4 +1,4 @@
-"""A gateway's copy of the engines' loads, kept up to date by readings that return only the changes of one page.
+"""A gateway's copy of the engines' loads.  It reads one page of engines at a time, and of these only changed loads.
 
     pages, in the order of names:   [e0 ... e255]  [e256 ... e511]  [e512 ... e700]  then the first page again
     a reading:                            ^ leases that have changed since the gateway last read this page

@@ -95,7 +95,7 @@ class GatewaySide:
         channel = f"{self._link.prefix}tokens:{token_messages.channel_of(gateway)}"
         self._tokens = Subscription(self._reader, channel, self._on_missed)
         self._undealt: TokenBatch | None = None  # batch that the caller of batches() has not processed yet
-        self.rounds = 0  # reads by batches() whose batch, if any, was processed
+        self.rounds = 0  # number of reads by batches(); a read counts when its batch, if any, was processed
         self._withdrawals = Withdrawals(self._send_withdrawals)
 
     async def open(self) -> None:

@@ -42,7 +42,7 @@ PREFIX_STEPS = 8  # number of digests per doubling of the length beyond PREFIX_D
 PREFIX_COUNT = 64  # maximum digests per prompt; the last one covers 65,536 tokens
 WINDOW = 32  # requests at the head of a tenant's queue among which an engine chooses by prefix
 # Maximum requests that one sync examines without claiming them; then it claims in queue order.  Each takes Redis about
-# 20 us, and with one request of each of many tenants it would examine all of them.
+# 20 us.  Without this limit a sync would examine every request if each tenant has only one.
 TRIES = 128
 PATIENCE_PERCENT = 75  # % of the remaining time to its TTFT target after which a passed-over on-time request goes first
 # A request may be passed over for at most this many load times of its LoRA adapter.
@@ -51,10 +51,10 @@ MAX_LOADS = 2  # while this many adapter loads wait in an engine, it claims no r
 # How long an engine leaves a LoRA adapter's requests to others after it did not find the adapter's files.  If no engine
 # finds them for this long, the request ends with an error.
 LACKING_MS = 5_000
-RECOMPUTE = 2  # cost factor of a prompt token cached on another engine: its compute time and the eviction it causes
+RECOMPUTE = 2  # cost factor of a prompt token to compute: it takes time, and its KV blocks evict cached ones
 PACE_TOKENS = 32  # decode steps that count in an engine's cost of a request
 RESPONSE_BYTES = 1024  # bytes counted per stored response in addition to its input and output
-# Maximum engines per reading of the fleet; a larger fleet takes several readings.
+# Maximum engines whose loads a gateway reads at once; a larger fleet takes several readings.
 READING_ENGINES = 256
 LEASE_HEAD = 16  # bytes of a lease before its EngineLoad
 # Positions of fields in an EngineLoad, counted from 1 as in Lua.
@@ -67,5 +67,5 @@ LOAD_HONOURS = 45
 LOAD_PREEMPTIBLE_OF = 50
 RINGS = 2  # engines that one script wakes for waiting requests; an engine that leaves requests waiting wakes RINGS more
 WAKE_TRIES = 8  # maximum wake-up channels that a script tries until RINGS engines listen
-TENANTS_SHOWN = 32  # maximum tenants per lane in a reading of the fleet; totals count all tenants
+TENANTS_SHOWN = 32  # maximum tenants per lane that fleet.lua returns; totals count all tenants
 COMMAND_WORDS = 1_000  # maximum list items that a script passes to one command: Lua unpacks at most 8,000 arguments

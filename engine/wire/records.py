@@ -68,14 +68,14 @@ class IdempotencyKey(msgspec.Struct, frozen=True):
 
 
 class Fleet(msgspec.Struct, frozen=True):
-    """A gateway's reading of the engines with a live lease and of the shared queue."""
+    """The engines with a live lease and the shared queue, as one call of GatewaySide.fleet() reads them."""
 
     engines: list[EngineLoad]
     queued: int  # requests that no engine has claimed yet, both lanes
     queued_tokens: int  # prompt tokens of these requests, counted once for all choices of a prompt
     time_ms: int  # unix time of this reading, on Redis' clock
     free_tokens: int = 0  # prompt tokens that the engines would still claim; engines silent for STALE_MS do not count
-    tenants: dict[str, TenantQueue] = {}  # the TENANTS_SHOWN tenants of each lane that are next
+    tenants: dict[str, TenantQueue] = {}  # the TENANTS_SHOWN tenants of each lane that engines claim from next
     # True: the gateway must attach to every open request again, for one of three reasons.  This gateway has subscribed
     # to its tokens again and may have missed some.  Or Redis has had no heartbeat of it for long, so that its requests
     # may have other listeners.  Or Redis may have lost data, because it was restarted or a replica was promoted.

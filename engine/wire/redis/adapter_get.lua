@@ -1,4 +1,4 @@
--- Read the LoRA adapter of a name; '': of all names.  Returns {name, value, ...}; empty for an unknown name.
+-- Read the LoRA adapter with this name, or all adapters if it is ''.  Returns {name, value, ...}; {} if there is none.
 local name = ARGV[1]
 
 if name == '' then return call('HGETALL', P .. 'adapters') end

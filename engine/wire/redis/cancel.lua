@@ -3,7 +3,7 @@
 -- listens.  Index -2: all choices, and every listening gateway gets the Finish.
 local gateway = ARGV[1]
 
-local function drop_continuation(id, index)
+local function drop_choice(id, index)
   local key = P .. 'req:' .. id
   local engine, dropped = unpack(call('HMGET', key, 'engine', 'dropped'))
   call('HDEL', key, 'dropped')  -- a first write that full memory never refuses
@@ -24,6 +24,6 @@ for i = 2, #ARGV, 2 do
   elseif index == '-2' then
     if alive(id) then cancel_for_all(id) end
   elseif alive(id) then
-    drop_continuation(id, index)
+    drop_choice(id, index)
   end
 end

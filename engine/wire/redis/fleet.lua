@@ -4,8 +4,8 @@
 -- this page; 0: none.  If Redis does not have the gateway's last heartbeat, it may have lost data that the gateway has
 -- read, so it returns the first page with all leases.  Returns {
 --   changed leases of the page, Redis' unix ms, free capacity in prompt tokens, queue state, 1 if Redis had the last
--- heartbeat, number of quarantined requests, name of the page's last engine ('': it is the last page), number of --
--- engines in the page, highest lease version }.
+--   heartbeat, number of quarantined requests, name of the page's last engine ('': it is the last page), number of
+--   engines in the page, highest lease version }.
 local gateway, grace, beat, after, since = unpack(ARGV)
 
 local function register_heartbeat()  -- returns 1 if Redis has the gateway's last heartbeat, else 0
@@ -17,8 +17,8 @@ local function register_heartbeat()  -- returns 1 if Redis has the gateway's las
   return before and (before == beat or before + 1 == beat + 0) and 1 or 0
 end
 
--- Redis' clock may be set back, by hours.  What would then wait until the clock has caught up ends at its time again:
--- leases of engines, heartbeats of gateways, and the time that requests without a listener have.
+-- Redis' clock may be set back, by hours.  Shorten the times that would then last until the clock has caught up: leases
+-- of engines, heartbeats of gateways, and the time for which requests without a listener wait.
 local function follow_clock(reached)
   local back = reached - now_ms()
   if back <= AWAY_MS then return end

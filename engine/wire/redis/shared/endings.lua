@@ -17,7 +17,7 @@ local function withdraw(id)  -- end the request as cancelled, and abort it at it
   bury(id)
   finish_open(id, cmsgpack.pack({'cancelled'}))
   if engine and not waited then
-    call('HSET', P .. 'req:' .. id, 'from', engine)  -- engine that may have unflushed tokens of it, see fold_for
+    call('HSET', P .. 'req:' .. id, 'from', engine)  -- it may have unflushed tokens of the request, see flush_tail_for
     order(engine, id)
   end
 end
@@ -62,7 +62,7 @@ local function head(lane, left_out)
       note_entry(left_out, 'late')
       moved = moved + 1
     elseif id then
-      call('ZREM', P .. 'queue:' .. lane .. ':' .. tenant, id)  -- still there if `waiting` was evicted
+      call('ZREM', P .. 'queue:' .. lane .. ':' .. tenant, id)  -- it is still there if Redis has evicted `waiting`
     end
   end
 end

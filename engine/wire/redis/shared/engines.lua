@@ -1,6 +1,6 @@
 -- Engines: their free capacity, leases and held requests, and the cleanup after they end.  "Suspects" in KEYS.md.
 
--- Sum the free capacity of all engines anew: Redis has lost that of one, whose key has expired or was evicted.
+-- Sum the free capacity of all engines anew, because Redis has lost that of one engine: its key expired or was evicted.
 -- `tokens`: free capacity of `engine`, which is not stored yet.
 local function recount_offers(engine, tokens)
   for _, other in ipairs(call('ZRANGE', P .. 'offers', 0, -1)) do

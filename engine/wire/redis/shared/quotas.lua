@@ -1,6 +1,6 @@
 -- Quotas of a tenant: "Quotas" in KEYS.md.  A bucket is stored as the unix ms at which it will be full (GCRA).
 
--- Returns ms until the bucket is full; QUOTA_MS: it is empty.  A later time is from before Redis' clock was set back.
+-- Returns ms until the bucket is full, at most QUOTA_MS: then it is empty, or Redis' clock has been set back since.
 local function bucket_debt(tenant, bucket, now)
   return math.min(QUOTA_MS, math.max(0, (call('HGET', P .. 'quota:' .. tenant, bucket) or 0) - now))
 end

@@ -53,7 +53,7 @@ local function offer_capacity(x, left, known, waiting, closed)
   if x.publishes ~= '' and left > 0 then
     local costs = struct.pack('<dddddd', left, now_ms(), x.token_us, x.step_us, x.backlog, x.load_us)
     call('HSET', P .. 'spare', x.engine, costs)
-  elseif known ~= '0' then  -- after '0' the engine is not in the hash
+  elseif known ~= '0' then  -- if it is '0', the engine is not in the hash
     call('HDEL', P .. 'spare', x.engine)
   end
 end
