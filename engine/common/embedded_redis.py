@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -93,13 +93,18 @@ class EmbeddedRedis:
     The folder of a killed owner is removed by the next owner.
     """
 
-    def __init__(self, data_dir: Path | None = None, binary: Path | None = None) -> None:
-        """Create the folder without starting the server.  `binary`: the server's program; None: server_binary()."""
+    def __init__(
+        self, data_dir: Path | None = None, binary: Path | None = None, settings: Mapping[str, str] | None = None
+    ) -> None:
+        """Create the folder without starting the server.
+
+        `binary`: the server's program; None: server_binary().  `settings`: more settings of redis.conf."""
         self._binary = binary or server_binary()
         self._folder, self._owned = _socket_folder()
         self._data = data_dir if data_dir is not None else self._folder / "data"
         self._socket = self._folder / "redis.sock"
         self._log = self._data / "redis.log"
+        self._settings = settings or {}
         self._lock: LockedDirectory | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self.url = f"unix://{self._socket}"
@@ -121,7 +126,7 @@ class EmbeddedRedis:
                 self._lock = LockedDirectory(self._data, "--data-dir", DATA_FILES)
             open_private(self._log).close()  # empties the log, so that errors quote only lines of this start
             self._process = subprocess.Popen(
-                [self._binary, *_settings(self._socket, self._data, self._log)],
+                [self._binary, *_settings(self._socket, self._data, self._log, self._settings)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -189,7 +194,7 @@ class EmbeddedRedis:
         return "it logged nothing"
 
 
-def _settings(socket: Path, data: Path, log: Path) -> list[str]:
+def _settings(socket: Path, data: Path, log: Path, more: Mapping[str, str]) -> list[str]:
     settings = {
         "port": "0",  # no TCP: no other user of this machine or network can connect
         "unixsocket": str(socket),
@@ -201,6 +206,7 @@ def _settings(socket: Path, data: Path, log: Path) -> list[str]:
         "appendonly": "yes",
         "appendfsync": "everysec",  # a crash of the server loses nothing, a power cut at most one second
         "maxmemory-policy": "noeviction",  # a full memory refuses writes instead of dropping data
+        **more,
     }
     return [word for name, value in settings.items() for word in (f"--{name}", value)]
 

@@ -48,6 +48,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     "scheduler-cost": (f"{PACKAGE}.scheduler_cost", "time a steady decode step of the scheduler, by sequences"),
     "claim-cost": (f"{PACKAGE}.claim_cost", "time the cost in Redis of claiming requests by prefix"),
     "redis-load": (f"{PACKAGE}.redis_load", "time the cost of requests, syncs and tokens in Redis"),
+    "redis-full": (f"{PACKAGE}.redis_full", "count the steps per second that one Redis carries, by gateways"),
     "rates": (f"{PACKAGE}.rates", "measure normalised latency by request rate, by allocation and admission"),
     "sharing": (f"{PACKAGE}.sharing", "count the KV blocks that parallel sampling and beam search share"),
     "sharing-gain": (f"{PACKAGE}.sharing_gain", "compare static, paged and shared allocation in virtual time"),

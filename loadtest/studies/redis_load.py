@@ -144,7 +144,7 @@ class Spent(msgspec.Struct, frozen=True):
         }
 
 
-class _Engine:
+class Engine:
     """One engine whose sequences get a token in each sync."""
 
     def __init__(self, url: str, name: str) -> None:
@@ -169,13 +169,13 @@ class _Engine:
         return ended
 
 
-class _Deployment:
+class Deployment:
     """Gateways that read tokens, and engines."""
 
     def __init__(self, url: str, size: Size) -> None:
         self.client = redis.Redis.from_url(url)
         self.gateways = {name: GatewaySide(url, name) for name in (f"gateway-{at}" for at in range(size.gateways))}
-        self.engines = [_Engine(url, f"engine-{at}") for at in range(size.engines)]
+        self.engines = [Engine(url, f"engine-{at}") for at in range(size.engines)]
         self._prompts = unique(random.Random(0), length=size.prompt_tokens)
         self._tenants = itertools.cycle([f"tenant-{at}" for at in range(size.tenants)])
         self._turns = itertools.cycle(self.gateways)
@@ -255,7 +255,7 @@ def _stored_bytes(client: redis.Redis) -> int:
     return sum(size or 0 for size in pipeline.execute())
 
 
-async def _reading(deployment: _Deployment) -> dict[str, float]:
+async def _reading(deployment: Deployment) -> dict[str, float]:
     """Return the costs of a read of the fleet after each engine has synced."""
     readings, own = [], Spent.of_reading(deployment.client)
     for _ in range(READINGS):
@@ -269,7 +269,7 @@ async def _reading(deployment: _Deployment) -> dict[str, float]:
 
 async def measure(url: str, size: Size) -> dict[str, Any]:
     """Return the costs of one size."""
-    deployment = _Deployment(url, size)
+    deployment = Deployment(url, size)
     client, engines = deployment.client, size.engines
     for script in vars(scripts).values():  # sent once per server, so not part of a request's cost
         if isinstance(script, scripts.Script):

@@ -80,6 +80,16 @@ def test_what_one_part_costs_is_the_rest_after_the_known_parts() -> None:
     assert spent.each(4, {"cpu_us": 150.0}, 4) == {"cpu_us": 50.0, "in_bytes": 20.0}
 
 
+@pytest.mark.usefixtures("warm_processes")
+def test_the_steps_of_a_busy_redis_are_counted() -> None:
+    command = [sys.executable, "-m", "quire.loadtest.studies", "redis-full", "--engines=2"]
+    sizes = ["--sequences=8", "--seconds=0.5", "--gateways", "1", "6", "--io-threads", "1", "2"]
+    done = subprocess.run([*command, *sizes], cwd=ROOT, capture_output=True, text=True, check=True)
+    runs = json.loads(done.stdout)["runs"]
+    assert [(run["gateways"], run["io_threads"]) for run in runs] == [(1, 1), (6, 1), (1, 2), (6, 2)]
+    assert all(run["steps_per_s"] > 0 and run["read_mb_per_s"] > 0 and run["thread_us"] > 0 for run in runs)
+
+
 def simulated(*options: str) -> dict[str, Any]:
     """Run it in a process of its own: it changes the scripts' clock."""
     sizes = ["--engines=3", "--rate=300", "--prefixes=10", "--own=20", "--output=8", "--warm=20", "--requests=60"]
