@@ -83,13 +83,13 @@ def burst(results: Results) -> Iterator[str]:
         yield f"{v(known, 'g')} requests/s before and after"
     warm = results["burst_h200/burst_warm"]["figures"]["warm"]["lanes"]
     yield (
-        f"{pct(warm['on time, due in the burst'])} % of those due in the burst are on time. {v(warm['answers 429'])} of "
+        f"{pct(warm['on time, due in the burst'])} % of the requests due in the burst are on time. {v(warm['answers 429'])} of "
         f"{v(warm['requests'], ',')} requests first got a 429"
     )
     yield f"{v(warm['preemptions'], '.0f')} preemption; the longest gap is {v(warm['longest gap'], '.2f')} s"
     cold, learnt = (results["burst_cpu/burst_unknown"]["figures"][load]["lanes"] for load in ("cold", "warm"))
     yield (
-        f"On the EPYC {pct(learnt['on time, due in the burst'])} % with learned lengths and "
+        f"On the EPYC {pct(learnt['on time, due in the burst'])} % are on time with learned lengths and "
         f"{pct(cold['on time, due in the burst'])} % with none, against {pct(cpu['lanes']['on time, due in the burst'])} % "
         f"with known ones; the longest gaps are {v(learnt['longest gap'], '.1f')} and {v(cold['longest gap'], '.1f')} s."
     )
@@ -159,7 +159,7 @@ def memory(results: Results) -> Iterator[str]:
         )
     long, short = figures["sharegpt"], figures["uniform-50"]
     yield (
-        f"{pct(1 - long['slots_filled'])} % at ShareGPT's lengths, {pct(1 - short['slots_filled'], 0)} % where a sequence "
+        f"{pct(1 - long['slots_filled'])} % at ShareGPT's lengths, {pct(1 - short['slots_filled'], 0)} % if a sequence "
         "has 100 tokens"
     )
     yield f"8 documents are 8 of {v(figures['rag']['requests'])} requests"

@@ -37,7 +37,8 @@ def lines(results: Results) -> Iterator[str]:
         hits = f"**{hits}**" if index in BOLD - {3} else hits
         yield f"{start} {hits} | {f'**{times}**' if index in BOLD else times} |"
     hit = runs[0]["hit_rate"] / runs[1]["hit_rate"]
-    yield f"served at {v(400 / 150, '.1f')} times the rate at less than a third of the time to first token, with {v(hit, '.2f')} of one engine's"
+    yield f"serves the prefix workload at {v(400 / 150, '.1f')} times the rate of *order*"
+    yield f"and with {v(hit, '.2f')} of the hit rate of *one*"
     yield f"({v(runs[3]['served_per_s'], '.0f')} instead of {v(runs[4]['served_per_s'], '.0f')} served per second)"
     quiet = {index: v(1000 * runs[index]["ttft_by_tenant"]["quiet"][2], ".0f") for index in (8, 9, 10, 15, 16)}
     yield f"of another tenant: {quiet[8]} ms in order, {quiet[9]} ms with locality."
@@ -57,5 +58,7 @@ def claims(runs: list[dict[str, Any]]) -> Iterator[str]:
         f"| Redis commands of the first row | {v(prefixes['order_commands'], '.0f')} | "
         f"{v(prefixes['locality_commands'], '.0f')} |"
     )
-    pause = f"{v(unique['order_us'], '.0f')} and {v(unique['locality_us'], '.0f')} us after a pause"
-    yield f"Unique prompts: {pause}, {v(unique['busy_order_us'], '.0f')} and {v(unique['busy_locality_us'], '.0f')} in bursts."
+    pause = (
+        f"{v(unique['order_us'], '.0f')} us in order and {v(unique['locality_us'], '.0f')} us by prefix after a pause"
+    )
+    yield f"takes {pause}, {v(unique['busy_order_us'], '.0f')} and {v(unique['busy_locality_us'], '.0f')} us in bursts."

@@ -49,8 +49,8 @@ def cpu(result: dict[str, Any]) -> Iterator[str]:
     peer = result["llama_cpp"]["int4_with_its_head_in_8_bits"]
     theirs, ours = peer["llama_cpp_ms_per_token"], peer["quire_ms_per_token"]
     prompts, own = peer["llama_cpp_prompt_ms"], peer["quire_prompt_ms"]
-    yield f"takes {v(min(theirs), '.1f')} to {v(max(theirs), '.1f')} ms per token on these cores, in turn with {v(min(ours), '.1f')} and {v(max(ours), '.1f')} here"
-    yield f"prompt of 128 tokens takes {v(min(prompts), '.0f')} to {v(max(prompts), '.0f')} ms, ours {v(min(own), '.0f')} and {v(max(own), '.0f')}."
+    yield f"takes {v(min(theirs), '.1f')} to {v(max(theirs), '.1f')} ms per token on these cores, in turn with {v(min(ours), '.1f')} and {v(max(ours), '.1f')} for Quire"
+    yield f"prompt of 128 tokens takes {v(min(prompts), '.0f')} to {v(max(prompts), '.0f')} ms with llama.cpp, {v(min(own), '.0f')} and {v(max(own), '.0f')} with Quire."
 
 
 def zen4(results: Results) -> Iterator[str]:
@@ -66,11 +66,11 @@ def zen4(results: Results) -> Iterator[str]:
     theirs = [ms for run in vnni["llama_cpp"]["ms_per_token"] for ms in run]
     ours = vnni["ms_per_token"]["int4"]
     yield (
-        f"in turn with three runs here, llama.cpp takes {v(min(theirs), '.1f')} to {v(max(theirs), '.1f')} ms per token, int4 "
+        f"in turn with three runs of Quire, llama.cpp takes {v(min(theirs), '.1f')} to {v(max(theirs), '.1f')} ms per token, int4 "
         f"{v(min(ours), '.1f')} to {v(max(ours), '.1f')}."
     )
     prompts, own = vnni["llama_cpp"]["prompt_of_128_ms"], vnni["first_token_ms_of_a_prompt_of_128"]["int4"]
-    yield f"128 tokens takes it {v(min(prompts))} to {v(max(prompts))} ms, and {v(min(own), '.0f')} to {v(max(own), '.0f')} here."
+    yield f"128 tokens takes it {v(min(prompts))} to {v(max(prompts))} ms, and {v(min(own), '.0f')} to {v(max(own), '.0f')} with Quire."
     slow = vnni["figures"]
     yield (
         f"({v(slow['int8']['prompt_ratio'], '.2f')} times the speed of bfloat16 with int8, "
@@ -88,7 +88,7 @@ def gpu(results: Results) -> Iterator[str]:
     )
     yield f"| bfloat16 | {one} | {eight} | | {many} | | {all_rows} |"
     fast = plain["batch1_ms_per_token"] / steps["1"]
-    yield f"So it is {v(fast, '.1f')} times as fast with one stream"
+    yield f"So int4 is {v(fast, '.1f')} times as fast as bfloat16 with one stream"
     run = results["fp8_and_ranks_h200"]["runs"][1]["figures"]
     yield f"takes {v(run['batch1_ms_per_token'], '.2f')} at batch 1 and {v(run['batch32_ms_per_token'], '.2f')} at 32"
     (short, long) = results["kv_e4m3_h200"]["figures"].values()
