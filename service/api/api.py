@@ -339,7 +339,7 @@ def tokenized_chat(
 
 
 def _with_functions(asked: ChatBody | TokenizeBody, skipped: Skipped) -> ToolRules:
-    """Turn the tools of a body that the answer may call into functions.  Returns their rules.  Raises Refusal."""
+    """Replace a body's tools by functions, only those that the answer may call; return their rules.  Raises Refusal."""
     tools, rules = chat_tools(asked.tools, skipped)
     choice, asked.tools, rules = allowed_tools(asked.tool_choice, tools, rules)
     asked.tool_choice = chat_choice(choice)

@@ -43,6 +43,7 @@ def with_scores(fields: dict[str, Any]) -> dict[str, Any]:
 def likeliest(answers: Sequence[Sequence[float]], count: int) -> list[int]:
     """Return the indices of the `count` answers with the highest mean log probability, the highest first.
 
-    `answers`: log probabilities of each answer's tokens.  Of equal answers the first wins; empty answers are last."""
+    `answers`: log probabilities of each answer's tokens.  If two means are equal, the earlier answer is first; empty
+    answers are last."""
     means = [sum(one) / len(one) if one else float("-inf") for one in answers]
     return sorted(range(len(means)), key=lambda at: -means[at])[:count]

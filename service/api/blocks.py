@@ -96,7 +96,7 @@ class BlockFormat:
         return self._tokens
 
     def skip(self, had: Position, cached: list[int], reasoning: list[int], predictions: list[Predictions]) -> None:
-        """Begin from the start, whatever the client has."""
+        """Keep only the cached-token count: this format repeats the answer from its start, whatever the client has."""
         self._cached = max(cached)
 
     async def prepare(self, delta: ChoiceDelta, *, with_prompt: bool | None = None) -> None:

@@ -23,7 +23,7 @@ from quire.service.config import GatewayConfig
 from quire.service.output.json_repair import repaired
 
 Tool = dict[str, Any]
-CHAT_KINDS = ("function", "custom")  # kinds of a chat's tools; each describes itself in a field of this name
+CHAT_KINDS = ("function", "custom")  # types of a chat's tools; a field of this name has the description
 INPUT = "input"  # the one argument of a custom tool
 JOINED = "__"  # separator of namespace and name, valid in names for chat templates and grammars
 CUSTOM_PARAMETERS = {
@@ -167,7 +167,7 @@ def allowed_tools(given: Any, functions: Any, rules: ToolRules) -> tuple[Any, An
 
 
 def _chat_name(field: str, tool: Tool) -> str:
-    """Return the name in the chat of a tool that `tool_choice` names.  Raises Refusal."""
+    """Return the name by which the model sees a tool that `tool_choice` names.  Raises Refusal."""
     name, namespace = tool.get("name"), tool.get("namespace")
     if not isinstance(name, str):
         raise wrong_type(f"{field}.name", "a string")
@@ -185,7 +185,7 @@ def _function_name(tool: Any) -> str:
 
 def custom_input(arguments: str) -> str:
     """Return the input in the arguments of a custom tool's call; arguments of another form are the input itself."""
-    whole = repaired(arguments) if arguments.lstrip().startswith("{") else None  # a limit may have cut them
+    whole = repaired(arguments) if arguments.lstrip().startswith("{") else None  # max_tokens may have cut them
     try:
         found = json.loads(without_escaped_halves(whole or arguments), strict=False)
     except (ValueError, RecursionError):
@@ -236,7 +236,7 @@ def custom_names(tools: Any) -> frozenset[str]:
 
 
 def chat_choice(given: Any) -> Any:
-    """Return the `tool_choice` of a chat with a custom tool named as the function that it becomes."""
+    """Convert a `tool_choice` that names a custom tool: it then names the function that the tool becomes."""
     if not isinstance(given, dict) or given.get("type") != "custom":
         return given
     return {"type": "function", "function": given.get("custom")}

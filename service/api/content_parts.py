@@ -51,7 +51,7 @@ def read_parts(
 
 
 def reasoning_in(*forms: Any) -> str | None:
-    """Return the earlier reasoning in the first of several forms that holds any: a text, or a list of blocks."""
+    """Return the earlier reasoning from the first form that contains any.  A form is a text or a list of blocks."""
     for form in forms:
         if isinstance(form, str) and form:
             return form

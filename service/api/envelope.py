@@ -15,7 +15,7 @@ from quire.service.api.valid_request import ValidRequest
 
 
 class Envelope(NamedTuple):
-    """Id, sender and times of a request, which its submissions contain besides prompt and sampling."""
+    """Fields that all submissions of a request share: its id, gateway, times and tenant."""
 
     request_id: str
     gateway: str  # id of the gateway process that reads the tokens
@@ -41,11 +41,11 @@ def generates(
     anchors: Callable[[list[int]], list[int]] = lambda ids: [],
     predicted: list[int] | None = None,
 ) -> list[Generate]:
-    """Return one submission per prompt.  A choice's index in the answer is prompt index * n + index within the prompt.
+    """Return one submission per prompt.  Choice i of prompt p has the index p * n + i in the answer.
 
     `encoded`, `max_new_tokens`: token ids and maximum output tokens of each prompt.  `anchors`: finds the end of the
-    last turn in a chat's prompt.  `predicted`: tokens of the client's `prediction`.  Missing seeds are drawn here, so
-    that another engine that repeats the request samples the same tokens."""
+    last turn in a chat's prompt. `predicted`: tokens of the client's `prediction`. A missing seed is drawn now, so that
+    another engine that repeats the request samples the same tokens."""
     return [
         Generate(
             id=f"{envelope.request_id}.{at}",

@@ -5,8 +5,8 @@
                       --in UNSERVED--> 400 `unsupported`, unless its value is neutral
                       --otherwise----> named in `x-unknown-fields`; 400 `unknown_field` with `strict_fields`
 
-To implement a field, add it to the struct, which takes precedence over both tables.  `tests/docs/test_api.py` compares
-the tables with docs/api.md.
+To implement a field, add it to the struct, which takes precedence over HARMLESS and UNSERVED.  `tests/docs/test_api.py`
+compares the tables with docs/api.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHOWN = 16  # maximum unknown fields that the header names; further ones are onl
 
 
 class Harmless(NamedTuple):
-    """A field that is accepted without effect, and why it needs none."""
+    """A field that is accepted without effect.  `why`: reason that it needs none."""
 
     why: str
     endpoints: tuple[Endpoint, ...] = ANSWERS

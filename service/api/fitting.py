@@ -16,7 +16,7 @@ from quire.service.config import GatewayConfig
 
 
 class EngineLimits(msgspec.Struct, frozen=True):
-    """The minimum of each limit over the live engines, since any of them may claim the request."""
+    """Each limit's minimum over the live engines, since any of them may claim the request."""
 
     max_model_len: int  # tokens, prompt and output together
     vocab_size: int
@@ -73,7 +73,7 @@ def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> 
     for ids in encoded:
         if not ids:
             raise _bad("empty_prompt", f"{param}: must not be empty, at least 1 token", param, ">= 1", 0)
-        asked = max(1, valid.max_tokens or 0)  # engines compute a token even to score a prompt
+        asked = max(1, valid.max_tokens or 0)  # engines compute a token even if only the prompt is scored
         if valid.at_most:
             asked = max(1, min(asked, longest - len(ids), pool - len(ids)))
         if len(ids) + asked > longest:
@@ -94,7 +94,7 @@ def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> 
 
 
 def check_bounds(valid: ValidRequest, encoded: list[list[int]]) -> None:
-    """Raise Refusal if a field such as `context_management` would shorten a prompt of this length."""
+    """Raise Refusal if the prompt is so long that a field such as `context_management` would shorten it."""
     longest = max(map(len, encoded))
     for bound in valid.bounds:
         if longest >= bound.tokens:
@@ -105,8 +105,8 @@ def check_bounds(valid: ValidRequest, encoded: list[list[int]]) -> None:
 def _leave_a_token(sampling: Sampling, limits: EngineLimits) -> None:
     """Raise Refusal if `bad_words`, `allowed_token_ids` and `min_tokens` together leave no token to sample.
 
-    Before `min_tokens`, tokens that end the answer are excluded.  Every other filter leaves a token: a client's bias is
-    finite, and top_k, top_p and min_p keep the most probable token."""
+    Until `min_tokens` are generated, tokens that end the answer are excluded.  Every other filter leaves a token: a
+    client's bias is finite, and top_k, top_p and min_p keep the most probable token."""
     never = {token for token, bias in sampling.logit_bias if bias == -math.inf}
     if never and all(token in never for token in sampling.allowed_token_ids or range(limits.vocab_size)):
         message = "bad_words: a token must be left that they do not forbid"
@@ -121,11 +121,11 @@ def _leave_a_token(sampling: Sampling, limits: EngineLimits) -> None:
 
 
 def bound_logprobs(valid: ValidRequest, encoded: list[list[int]], rooms: list[int], config: GatewayConfig) -> list[int]:
-    """Return `rooms`, the maximum output tokens per prompt, reduced to the limit on log probabilities per answer.
+    """Reduce `rooms`, the maximum output tokens per prompt, to the limit on log probabilities per answer.
 
-    Without max_tokens the answer ends when the limit is reached; with it, a larger answer raises Refusal.  An entry is
-    one token or one alternative.  It takes about 12 bytes in Redis, and 200 to 600 bytes of the gateway's memory in a
-    non-streaming answer."""
+    Without max_tokens the answer ends when the limit is reached.  With max_tokens, raises Refusal if the answer could
+    exceed the limit.  An entry is one token or one alternative.  It takes about 12 bytes in Redis, and 200 to 600 bytes
+    of the gateway's memory in a non-streaming answer."""
     sampling, key = valid.sampling, "logprob entries"
     width = sampling.alternatives + 1
     if not width and sampling.prompt_logprobs < 0:

@@ -61,7 +61,7 @@ class AnswerFormat(Protocol):
         """Return the last events of a stream that failed after its first event."""
 
     async def prepare_end(self, pacer: Pacer) -> None:
-        """Do the slow part of `done`, and of storing the answer, and yield to the event loop meanwhile."""
+        """Do the slow part of `done` and of storing the answer.  Other requests run meanwhile."""
 
     async def whole(self, deltas: list[ChoiceDelta], pacer: Pacer) -> list[bytes]:
         """Return the body of a non-streaming answer, in parts, from all its deltas.  Other requests run meanwhile."""
@@ -112,8 +112,8 @@ class Format:
         choices = len(prompts) * valid.n
         self._usage = UsageCount(valid, [len(prompt.token_ids) for prompt in prompts])
         self._started = [False] * choices
-        self._ended: list[int] = []  # choices, in the order they ended
-        self._stage = b""  # last part of an event id: see Position
+        self._ended: list[int] = []  # indices of ended choices, in the order in which they ended
+        self._stage = b""  # last part of an event id: which choices have ended (Position)
         self._wants_usage = valid.include_usage
         kind = "chat.completion" if valid.chat else "text_completion"
         if valid.chat and valid.stream:
@@ -223,7 +223,7 @@ class Format:
         return self._event(delta.choice, {"delta": message}, delta)
 
     def _delta(self, delta: ChoiceDelta) -> dict[str, Any]:
-        """Return the field `delta` of an event, with all regions of the delta: its event id counts all its tokens."""
+        """Return the field `delta` of an event: content, reasoning and calls in one, since its id counts all the tokens."""
         message: dict[str, Any] = {}
         if delta.reasoning and not self._valid.hide_reasoning:
             message["reasoning"] = message["reasoning_content"] = delta.reasoning
@@ -262,7 +262,7 @@ class Format:
         *,
         first: bool = False,
     ) -> bytes:
-        """Return one event.  `delta`: delta; None for the event with the role.  `first`: first event of a choice."""
+        """Return one event.  `delta`: None for the event with the role.  `first`: it is the choice's first event."""
         valid = self._valid
         entry: dict[str, Any] = {"index": choice, **body, "logprobs": None, "finish_reason": None}
         if not valid.return_token_ids:
@@ -332,7 +332,7 @@ class Format:
         if self._valid.chat and self._valid.return_token_ids:
             parts += [b',"prompt_token_ids":', msgspec.json.encode(self._prompts[0].token_ids)]
         if self._valid.chat and self._valid.prompt_logprobs:
-            parts += [b',"prompt_logprobs":', scores]  # equal for all choices, which share one prompt
+            parts += [b',"prompt_logprobs":', scores]  # the same for all choices, since a chat has one prompt
         parts.append(self._answer_nulls() + b"}")
         return parts if sum(map(len, parts)) > ONE_PART_BYTES else [b"".join(parts)]
 

@@ -2,7 +2,7 @@
 
     Message --plain_messages--> {"role", "content", ...} --for_template, with the Dialect--> messages for the template
 
-Chat templates differ in the messages that they accept: `template_probe.py` finds that out when the model is loaded.
+Chat templates accept different messages; `template_probe.py` finds out which when the model is loaded.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Message(msgspec.Struct):
     role: str
     content: str | Sequence[Part | str] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, msgspec.Raw]] | None = None  # raw, so that `sent_calls.py` can keep numbers' spelling
+    tool_calls: list[dict[str, msgspec.Raw]] | None = None  # raw JSON: `sent_calls.py` keeps numbers as written
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: Any = None  # Ollama's name of the reasoning
-    thinking_blocks: Any = None  # LiteLLM's form of it
-    reasoning_details: Any = None  # OpenRouter's form of it
+    thinking_blocks: Any = None  # LiteLLM's form of the reasoning
+    reasoning_details: Any = None  # OpenRouter's form of the reasoning
     refusal: str | None = None
     function_call: dict[str, msgspec.Raw] | None = None
 
@@ -121,7 +121,7 @@ def _without_function_calls(messages: list[dict[str, Any]]) -> list[dict[str, An
 
 
 def unknown_role(name: str, role: str) -> Exception:
-    """Return the refusal of an unknown role.  The message repeats the role, cut short, since it is no prompt text."""
+    """Return the refusal of an unknown role.  The error repeats the role, shortened: a role is no prompt text."""
     allowed, given = ", ".join(ROLES), role[:ROLE_CHARS]
     message = f"{name}.role: '{given}' is not one of {allowed}, and the model's chat template does not name it"
     return bad_request("invalid_value", message, f"{name}.role", allowed, given)
@@ -178,7 +178,7 @@ def _call(call: dict[str, Any], dialect: Dialect) -> dict[str, Any]:
 def _object(given: Any, dialect: Dialect) -> Any:
     """Return the arguments of a call as an object.
 
-    Arguments that are no object stay as they are if the template accepts that; else {"arguments": ...} is returned."""
+    Arguments that are no object are returned unchanged if the template accepts them, else as {"arguments": ...}."""
     if isinstance(given, str):
         try:
             parsed = without_surrogates(written_numbers.read(given or "{}"))
@@ -196,7 +196,7 @@ def _object(given: Any, dialect: Dialect) -> Any:
 
 
 def refused(error: Exception, count: int, render: Callable[[int], Any]) -> Refusal:
-    """Return the refusal of `count` messages for which a template has raised `error`; it names the message at fault.
+    """Return the refusal of `count` messages for which a template has raised `error`.  It names the message at fault.
 
     The message at fault is found by bisection: it is the last one of the shortest beginning of the conversation that
     raises the same error.  `render` changes and renders the first N messages."""

@@ -37,7 +37,7 @@ class ObjectivesError(OperatorError):
 
 
 class Placed(NamedTuple):
-    """The tenant and the priority of a request."""
+    """Tenant and priority of a request, as the headers set them."""
 
     tenant: Tenant
     priority: int | None  # None: the body's priority counts

@@ -22,11 +22,9 @@ class Columns(NamedTuple):
     """Tokens of one choice, or of a prompt and one choice, with their log probabilities."""
 
     tokens: list[int]
-    found: list[
-        TokenLogprob | None
-    ]  # one entry per token; None for the first token of a prompt, which has no probability
+    found: list[TokenLogprob | None]  # one per token; None: the first token of a prompt, which has no probability
     offsets: list[int]  # characters before each token; empty for chats
-    texts: Sequence[bytes | None] = ()  # chats: bytes of each token that are content; None: all bytes
+    texts: Sequence[bytes | None] = ()  # chats: which bytes of each token are content; None: all
 
 
 def _finite(logprob: float) -> float:
@@ -89,7 +87,7 @@ class LogprobFormat:
         }
 
     def _top(self, token: int, at: TokenLogprob) -> dict[str, float]:
-        """Return a completion's token and its alternatives; of tokens with equal text, the more probable one."""
+        """Return a token of a completion and its alternatives.  Of tokens with equal text the more probable one counts."""
         top = {self._name(token): _finite(at.logprob)}
         for other, logprob in at.top:
             top.setdefault(self._name(other), _finite(logprob))

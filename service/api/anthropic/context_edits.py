@@ -29,7 +29,7 @@ KEPT_TURNS, KEPT_CALLS = 1, 3  # defaults of `keep`: turns with thinking, and to
 def edited(
     turns: list[Turn], management: dict[str, Any] | None, skipped: Skipped
 ) -> tuple[list[Turn], list[PromptBound]]:
-    """Apply edits.  Returns the messages, and the minimum prompt lengths at which other edits would change the prompt.
+    """Apply edits.  Returns the edited messages, and the prompt lengths that would trigger the edits not applied.
 
     Raises Refusal for an unsupported edit."""
     bounds: list[PromptBound] = []
@@ -67,7 +67,7 @@ def _bound(here: str, edit: dict[str, Any]) -> PromptBound:
 
 
 def _clears_no_calls(turns: list[Turn], edit: dict[str, Any]) -> bool:
-    """Return whether an edit certainly clears no call: it keeps as many calls, or its trigger is not reached."""
+    """Return whether an edit certainly clears no call: it keeps all calls of the chat, or its trigger needs more."""
     blocks = [block for turn in turns if not isinstance(turn.content, str) for block in turn.content]
     calls = sum(block.type == "tool_use" for block in blocks)
     keep, trigger = edit.get("keep") or {"value": KEPT_CALLS}, edit.get("trigger")

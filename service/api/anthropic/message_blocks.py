@@ -23,9 +23,9 @@ from quire.service.api.skipped import Skipped
 from quire.service.common.limits import shown
 from quire.service.common.refusal import bad_request, unsupported, wrong_type
 
-TOOL_PREFIX = "toolu_"  # prefix of call ids, not passed on, since some chat templates accept only nine characters
+TOOL_PREFIX = "toolu_"  # prefix of call ids; removed, since some chat templates accept only nine characters
 BILLING = "x-anthropic-billing-header:"  # start of the first line in the system prompt of Anthropic's coding agent
-# Blocks of the assistant that are ignored: encrypted thinking, Anthropic's own tools and their results.
+# Blocks of the assistant that are ignored: encrypted thinking, calls of Anthropic's own tools, their results.
 SKIPPED = (
     "redacted_thinking",
     "server_tool_use",
@@ -39,7 +39,7 @@ SKIPPED = (
     "container_upload",
     "fallback",
 )
-NAMED = ("image", "document", "container_upload", "browser_state", "tool_reference")  # blocks that become a note
+NAMED = ("image", "document", "container_upload", "browser_state", "tool_reference")  # blocks that a note replaces
 OF_USER = "text, document, search_result, tool_result"
 OF_ASSISTANT = "text, thinking, tool_use, mcp_tool_use, mcp_tool_result"
 
@@ -52,7 +52,7 @@ class ContentBlock(msgspec.Struct):
     id: str | None = None
     name: str | None = None
     tool_name: str | None = None  # name in a tool_reference
-    input: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)  # tool_use: raw, keeps numbers' spelling
+    input: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)  # tool_use input; raw: keeps numbers as written
     tool_use_id: str | None = None
     content: Any = None  # content of a tool_result, compaction or search_result: a string or blocks
     is_error: bool | None = None
@@ -89,9 +89,9 @@ def system_of(given: str | list[ContentBlock] | None, skipped: Skipped) -> list[
 
 
 def messages_of(turns: list[Turn], skipped: Skipped) -> tuple[list[Message], list[str]]:
-    """Return the messages of a chat, and for each the field of the client's body: one turn may become several messages.
+    """Return the messages of a chat, and for each message the client's field that it comes from.
 
-    Raises Refusal."""
+    One turn may become several messages.  Raises Refusal."""
     found: list[Message] = []
     sources: list[str] = []
     names: dict[str, str] = {}  # id of a call -> name of the tool
@@ -136,7 +136,9 @@ def _question(
 
 
 def _answer(param: str, blocks: list[ContentBlock], names: dict[str, str], skipped: Skipped) -> list[Message]:
-    """Return the messages of an assistant's turn: thinking, text and tool calls.  An MCP result splits the turn."""
+    """Return the messages of an assistant's turn: thinking, text and tool calls.
+
+    The result of an MCP tool splits the turn."""
     found: list[Message] = []
     texts: list[Part] = []
     thoughts: list[str] = []

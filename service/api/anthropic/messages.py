@@ -3,8 +3,8 @@
     MessagesBody --chat_of--> ChatBody --api.chat_request--> ValidRequest --as for any chat--> deltas
     deltas --MessageFormat--> message_start, content_block_start, content_block_delta ... message_stop, or one message
 
-`message_blocks.py` converts content blocks, `client_tools.py` tools.  `chat_request` checks the fields that both
-formats share; `NAMES` translates field names in its refusals to this format's.
+`message_blocks.py` converts content blocks, `client_tools.py` tools.  `chat_request` checks the fields that this format
+shares with chats; `NAMES` translates field names in its refusals to this format's.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def chat_of(asked: CountBody, turns: list[Turn], skipped: Skipped) -> tuple[Chat
         skipped.add("speed")
     messages, sources = messages_of(turns, skipped)
     if len(messages) > 1 and messages[-1] == Message("assistant", messages[-1].content) and not messages[-1].content:
-        messages, sources = messages[:-1], sources[:-1]  # an empty last answer is allowed, and has nothing to continue
+        messages, sources = messages[:-1], sources[:-1]  # an empty last message of the assistant is dropped
     # If the last message is the assistant's, the answer continues it, as at Anthropic.
     continued = bool(messages) and messages[-1].role == "assistant" and not messages[-1].tool_calls
     tools, rules = message_tools(asked.tools, skipped, asked.tool_choice)
@@ -193,7 +193,7 @@ def _tool_choice(given: dict[str, Any] | None) -> tuple[Any, bool | None]:
 
 
 def _thinking(given: dict[str, Any] | None) -> tuple[bool | None, int | None]:
-    """Return (switch reasoning on or off; None: template's default), (budget in tokens; None: unbounded)."""
+    """Return whether reasoning is on (None: the template's default), and its budget in tokens (None: unbounded)."""
     kind = None if given is None else given.get("type")
     if given is None or kind == "adaptive":
         return None, None

@@ -2,8 +2,8 @@
 
     deltas --ResponseFormat--> response.created, response.output_item.added ... response.completed, or one response
 
-Events have sequence numbers.  Each delta has one token here, so events and numbers depend only on the tokens, and any
-gateway can send the events after a given number.
+Events have sequence numbers.  Each delta has one token (`each_token`), so events and numbers depend only on the tokens,
+and any gateway can send the events after a given number.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ResponseFormat(BlockFormat):
     # -- the response
 
     def response(self, status: str = "", error: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the response object at its present state.  `status`: its status; "": the final one."""
+        """Return the response object with its content so far.  `status`: "" for the final status."""
         if self._logprobs is not None:
             self._logprobs.end()
         cut = self._items.finish == "length"

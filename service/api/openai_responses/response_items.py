@@ -29,7 +29,7 @@ from quire.service.chat_templates import written_numbers
 from quire.service.common.limits import shown
 from quire.service.common.refusal import Refusal, bad_request, unsupported, wrong_type
 
-CALL_PREFIX = "call_"  # prefix of call ids, not passed on, since some chat templates accept only nine characters
+CALL_PREFIX = "call_"  # prefix of call ids; removed, since some chat templates accept only nine characters
 Item = dict[str, Any]  # one item of an input or an output, as JSON
 
 ROLES = ("user", "system", "developer", "assistant")
@@ -149,7 +149,7 @@ def _stored_item(item: Item, stored: Mapping[str, Item]) -> Item:
 
 
 def tools_in(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Return the tools in the input itself, which a client's tool search has found."""
+    """Return the tools that the input's items contain: results of a client's tool search."""
     found: list[dict[str, Any]] = []
     for item in items:
         if item.get("type") in ("tool_search_output", "additional_tools") and isinstance(item.get("tools"), list):
@@ -158,7 +158,7 @@ def tools_in(items: Sequence[Item]) -> list[dict[str, Any]]:
 
 
 def earlier_items(history: Sequence[tuple[bytes, bytes]]) -> list[Item]:
-    """Return the items before an input.  `history`: (input items, response) as JSON, for each earlier turn."""
+    """Return the items of earlier turns.  `history`: for each turn its input items and its response, as JSON."""
     found: list[Item] = []
     for given, answered in history:  # one at a time, since decoding holds the GIL
         found += msgspec.json.decode(given) + msgspec.json.decode(answered)["output"]
@@ -168,7 +168,7 @@ def earlier_items(history: Sequence[tuple[bytes, bytes]]) -> list[Item]:
 def messages_of(
     items: Sequence[Item], skipped: Skipped, earlier: Sequence[Item] = ()
 ) -> tuple[list[Message], list[str]]:
-    """Return the messages of a chat, and for each the field of the client's body.  `earlier`: items before the input.
+    """Return the messages of a chat, and the client's field that each comes from.  `earlier`: items before the input.
 
     Consecutive reasoning, text and calls of the assistant form one message, whose field is that of the first item."""
     history = _History(skipped)
