@@ -223,7 +223,7 @@ class Format:
         return self._event(delta.choice, {"delta": message}, delta)
 
     def _delta(self, delta: ChoiceDelta) -> dict[str, Any]:
-        """Return the field `delta` of an event: content, reasoning and calls in one, since its id counts all the tokens."""
+        """Return the field `delta` of an event, with content, reasoning and calls: its id counts the tokens of all."""
         message: dict[str, Any] = {}
         if delta.reasoning and not self._valid.hide_reasoning:
             message["reasoning"] = message["reasoning_content"] = delta.reasoning

@@ -87,7 +87,7 @@ class LogprobFormat:
         }
 
     def _top(self, token: int, at: TokenLogprob) -> dict[str, float]:
-        """Return a token of a completion and its alternatives.  Of tokens with equal text the more probable one counts."""
+        """Return a completion's token and its alternatives.  If texts are equal, the more probable token counts."""
         top = {self._name(token): _finite(at.logprob)}
         for other, logprob in at.top:
             top.setdefault(self._name(other), _finite(logprob))

@@ -18,8 +18,8 @@ class Position(msgspec.Struct, frozen=True):
         cmpl-5f0c:17,9,20:usage  every choice, and the event with the usage
         cmpl-5f0c:17,9,20:done   the complete answer
 
-    A choice at 0 has begun: its role, or the echoed prompt, was sent.  The text sent after N tokens is a function of
-    these tokens.  So any gateway can continue at exactly the next character."""
+    0 tokens mean that a choice has begun: its role, or the echoed prompt, was sent.  The text sent after N tokens is a
+    function of these tokens.  So any gateway can continue at exactly the next character."""
 
     request_id: str
     tokens: tuple[int | None, ...]  # tokens per choice; None: not begun
@@ -49,7 +49,7 @@ class Position(msgspec.Struct, frozen=True):
 
 
 REQUEST_ID = r"(?:cmpl|chatcmpl)-[0-9a-f]{32}"
-ANSWER_ID = rf"{REQUEST_ID}|(?:msg|resp)_[0-9a-f]{{32}}"  # includes API formats without event ids
+ANSWER_ID = rf"{REQUEST_ID}|(?:msg|resp)_[0-9a-f]{{32}}"  # also ids of API formats without event ids
 _EVENT_ID = re.compile(
     rf"(?P<id>{REQUEST_ID}):(?P<tokens>(?:\d{{1,9}})?(?:,(?:\d{{1,9}})?)*)(?::(?P<ended>usage|done|\d{{1,5}}(?:,\d{{1,5}})*))?",
     re.ASCII,

@@ -3,7 +3,7 @@
     {"type": "content", "content": TEXT}                                     one string
     {"type": "content", "content": [{"type": "text", "text": TEXT}, ...]}    or parts, which are joined
 
-Engines use it for speculative decoding (engine/core/drafts.py).  The answer does not depend on it.
+Engines take drafts for speculative decoding from this text (engine/core/drafts.py).  The answer does not depend on it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tool calls in the history of a chat: keeps the spelling of numbers in arguments that are sent as an object.
+"""Tool calls in the history of a chat: keeps numbers as written, if arguments are sent as an object.
 
     {"function": {"arguments": {"x": 1.50}}} --read_call--> {"function": {"arguments": {"x": Written("1.50")}}}
 
@@ -21,7 +21,7 @@ from quire.service.common.surrogates import repaired, without_surrogates
 def read_call(name: str, call: dict[str, Any]) -> dict[str, Any]:
     """Decode the `msgspec.Raw` fields of an entry of `tool_calls`.
 
-    Raises Refusal; `name` is the entry's path in its message."""
+    `name`: path of the entry, for the message of a Refusal."""
     found = {key: value for key, value in call.items() if key != "function"}
     read = _read(name, found, _value)
     if "function" in call:

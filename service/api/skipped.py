@@ -35,7 +35,7 @@ class Skipped:
 def left_out(unread: tuple[str, ...], names: tuple[tuple[str, str], ...], config: GatewayConfig) -> tuple[str, ...]:
     """Return the names, in the client's API format, of fields that the chat template does not read.
 
-    `names`: see `refusal.renamed`.  Raises Refusal with `strict_fields` if there are any."""
+    `names`: see `refusal.renamed`.  Raises Refusal with `strict_fields` if there is such a field."""
     skipped = Skipped(config)
     for name in unread:
         skipped.add(field_name(name, names))

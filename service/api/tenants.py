@@ -4,13 +4,12 @@ The tenants file is TOML, with one table per tenant.  It contains SHA-256 digest
 
     [acme]
     weight = 2.0                    # 1e-9 to 1e9: share of a busy fleet, relative to other tenants' weights
-    adapters = ["sql", "acme-*"]    # LoRA adapters that it may use, * for any characters; all if left out, [] for none
+    adapters = ["sql", "acme-*"]    # LoRA adapters that it may use, * for any characters; absent: all; []: none
     highest_priority = -10          # the lowest number that `priority` of its requests may have; see --highest-priority
     admin = true                    # its keys have the admin scope, for example to watch the engines; default false
     key_sha256 = ["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]
-    requests_per_minute = 600       # quotas, shared by all gateways; leave one out and it is unlimited
-    tokens_per_minute = 200000      # prompt and output tokens
-    max_requests = 50               # requests at once, queued ones included
+    requests_per_minute = 600 # quotas, shared by all gateways; an absent quota is unlimited tokens_per_minute = 200000
+    # prompt and output tokens max_requests = 50 # concurrent requests, queued ones included
 
     [acme.key_priority]             # highest_priority of single keys, by digest
     9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08 = 5
@@ -33,7 +32,7 @@ from quire.service.common.refusal import Refusal
 
 SALT_BYTES = 16  # bytes of a salt's digest
 QUOTAS = Quota.__struct_fields__
-WEIGHTS = (1e-9, 1e9)  # minimum and maximum weight, with which tokens / weight stays exact enough in a double
+WEIGHTS = (1e-9, 1e9)  # minimum and maximum: between them, tokens / weight is exact enough in a double
 MAX_QUOTA = 10**9  # maximum quota; with a larger one a bucket would miscount single tokens
 SETTINGS = ("weight", "key_sha256", "admin", "highest_priority", "key_priority", "adapters", *QUOTAS)
 
@@ -43,7 +42,7 @@ class TenantsError(OperatorError):
 
 
 class OverQuota(Refusal):
-    """A quota of the tenant is used up, even if the engines have free capacity."""
+    """The 429 for a tenant that has used up a quota, even if the engines have free capacity."""
 
 
 class Tenant(msgspec.Struct, frozen=True):
@@ -71,10 +70,10 @@ class Tenant(msgspec.Struct, frozen=True):
         return max(asked, self.highest_priority)
 
     def salt(self, asked: str) -> str:
-        """Return the prefix-cache namespace for a client's `cache_salt`.
+        """Return the salt that separates prefix caches, from the tenant and a client's `cache_salt`.
 
-        Different tenants get different namespaces, since tenants' names contain no space.  Redis and the engines get
-        a digest of 32 characters, never the salt itself."""
+        Different tenants get different salts, since tenants' names contain no space. Redis and the engines get a digest
+        of 32 characters, never the salt itself."""
         digest = hashlib.blake2b(asked.encode("utf-8", "surrogatepass"), digest_size=SALT_BYTES).hexdigest()
         if self.name:
             return f"tenant {self.name} {digest if asked else ''}"
@@ -88,8 +87,8 @@ class Tenants:
         self, api_keys: Iterable[str] = (), path: str = "", admin_keys: Iterable[str] = (), highest_priority: int = 0
     ) -> None:
         """`api_keys` and `admin_keys` belong to the nameless tenant, of weight 1.  `admin_keys` have the admin scope,
-        and may use any priority.  `path`: the tenants file, or "".  Without any key, all clients have the admin scope.
-        `highest_priority`: default for keys and tenants without a value of their own.
+        and may use any priority. `path`: the tenants file, or "". If there is no key at all, all clients have the admin
+        scope.  `highest_priority`: default for keys and tenants without a value of their own.
 
         Raises TenantsError if the file is unreadable, a name, weight, digest or field is invalid, or a key occurs
         twice."""
@@ -123,7 +122,7 @@ class Tenants:
                 tables = tomllib.load(file)
         except OSError as error:
             raise TenantsError(f"{path}: {error.strerror}") from None
-        except (ValueError, RecursionError) as error:  # not TOML or UTF-8, or numbers or nesting beyond Python's limits
+        except (ValueError, RecursionError) as error:  # not TOML or not UTF-8, or beyond Python's limits
             raise TenantsError(f"{path}: {error}") from None
         for name, table in tables.items():
             where = f"{path}: tenant '{name}'"

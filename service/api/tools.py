@@ -24,7 +24,7 @@ RESERVED = re.compile(
     "sanitize_control_tokens|raise_exception|strftime_now|self|_.*"
 )
 CHOICES = ("none", "auto", "required")
-HINTS = ("reasoning_effort", "verbosity")  # request fields that are variables of some chat templates
+HINTS = ("reasoning_effort", "verbosity")  # request fields that become variables of the chat template
 TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")  # types in JSON schemas
 
 
@@ -53,7 +53,7 @@ class ChatOptions(msgspec.Struct, frozen=True):
     generation_prompt: bool = True
     continue_final: bool = False
     thinking_budget: int | None = None  # maximum tokens of reasoning; None: unbounded
-    thinking_target: bool = False  # ignore the budget, instead of refusing, if it cannot be enforced for this model
+    thinking_target: bool = False  # ignore a budget that this model cannot have, instead of refusing
     thinking: bool | None = None  # switch reasoning on or off; None: the template's default
 
     def path(self, at: int) -> str:
@@ -142,7 +142,7 @@ def _tools(given: Any, config: GatewayConfig, rules: ToolRules) -> tuple[list[di
 
 
 def _tool_name(field: str, tool: Any, config: GatewayConfig, rules: ToolRules) -> str:
-    """Check a tool completely, and return its name.  Raises Refusal."""
+    """Check all of a tool's fields, and return its name.  Raises Refusal."""
     if not isinstance(tool, dict):
         raise _wrong_type(field, "an object", tool)
     if (tool.get("type") or "function") != "function":
@@ -161,7 +161,7 @@ def _tool_name(field: str, tool: Any, config: GatewayConfig, rules: ToolRules) -
         limit, given = "letters, digits, _ and -", shown(name)
         message = f"{field}.function.name: must be {limit}, got '{given}'"
         raise bad_request("invalid_value", message, f"{field}.function.name", limit, given)
-    of = f"of tool '{name}'"  # in messages, since an index alone is hard to find among many tools
+    of = f"of tool '{name}'"  # in errors, since an index alone is hard to find among many tools
     if not isinstance(function.get("description", ""), str | None):
         raise _wrong_type(f"{field}.function.description", f"a string ({of})", function["description"])
     parameters = function.get("parameters")
@@ -191,7 +191,7 @@ def _takes_objects(kind: Any) -> bool:
 
 
 def _with_object(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool whose parameters have `"type": "object"`, in place of a list of types, null or capitals."""
+    """Return the tool with `"type": "object"` in its parameters, instead of a list of types, null or capitals."""
     if tool.get("type", "function") is None:
         tool = {**tool, "type": "function"}
     parameters = tool["function"].get("parameters")

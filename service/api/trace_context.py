@@ -25,7 +25,7 @@ def traceparent(header: str) -> str:
     return header if re.fullmatch(form, header) else ""
 
 
-TRACESTATE_CHARS = 512  # length of a `tracestate` up to which W3C requires passing it on; members beyond it are dropped
+TRACESTATE_CHARS = 512  # characters of `tracestate` that W3C requires to pass on; further members are dropped
 TRACESTATE_MEMBERS = 32  # maximum number of members, from the W3C specification
 _STATE_KEY = r"(?:[a-z][a-z0-9_\-*/]{0,255}|[a-z0-9][a-z0-9_\-*/]{0,240}@[a-z][a-z0-9_\-*/]{0,13})"
 _STATE_MEMBER = re.compile(_STATE_KEY + r"=[ -+\--<>-~]{0,255}[!-+\--<>-~]")

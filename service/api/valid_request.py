@@ -1,4 +1,4 @@
-"""The checked request: api.py makes it, text/ and delivery/ read it."""
+"""The checked request: api.py makes it; text/ and delivery/ read it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PromptBound(NamedTuple):
 
 
 class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked request.  Checks that need the encoded prompt are still to come (see `fit`)."""
+    """A request after all checks except those that need the encoded prompt (see `fit`)."""
 
     prompts: list[Prompt]  # completions: one or more texts or token-id lists; chat: empty
     messages: list[dict[str, Any]]  # chat: messages for the chat template; completions: empty
@@ -49,7 +49,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     chat: bool  # a chat, not a completion
     # Fields below have defaults, since an older gateway's record in Redis lacks them.
     include_ids: bool = False  # send event ids and comments
-    prompt_logprobs: bool = False  # the answer shows log probabilities of the prompt
+    prompt_logprobs: bool = False  # the answer contains log probabilities of the prompt
     names_are_ids: bool = False  # tokens of log probabilities are written `token_id:N`
     at_most: bool = False  # if max_tokens does not fit into the context, reduce it instead of refusing
     suffix: str = ""  # text after the answer (fill in the middle); "": none
@@ -59,7 +59,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter: ServedAdapter | None = None  # LoRA adapter named by `model`; None: the base model
     options: ChatOptions = msgspec.field(default_factory=ChatOptions)  # options of the chat template
     reading: Reading | None = None  # how to split a chat answer into regions; None: all of it is content
-    constraint: Constraint | None = None  # constraint on the answer, until it is compiled to `sampling.grammar`
+    constraint: Constraint | None = None  # structured output, until it is compiled to `sampling.grammar`
     grammar_param: str = ""  # name of the field from which `sampling.grammar` comes
     bad_words: tuple[str, ...] = ()  # texts, until the tokenizer has encoded them into `sampling`
     shown: dict[str, Any] = {}  # /v1/responses: fields of the request that the answer repeats
@@ -67,17 +67,17 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     seals: bool = False  # /v1/responses: reasoning items have `encrypted_content`
     raw_messages: bool = False  # /v1/responses: the response has the text and ids of all tokens
     custom: frozenset[str] = frozenset()  # chat: names of custom tools, whose input is plain text
-    called: dict[str, Called] = {}  # /v1/responses: function name in the chat -> tool of the client, if they differ
+    called: dict[str, Called] = {}  # /v1/responses: name that the model sees -> client's tool, if they differ
     beams: Beams | None = None  # beam search; None: sampling
     best: int = 0  # `best_of`: number of most probable choices to return out of `n`; 0: all
-    hide_logprobs: bool = False  # log probabilities only rank choices and are not sent
+    hide_logprobs: bool = False  # log probabilities are computed to rank choices, but not sent
     hide_reasoning: bool = False  # leave reasoning out of the answer
     repeated: list[str] = []  # `echo` of chats: text with which the answer to each chat begins
     conversations: list[list[dict[str, Any]]] = []  # further chats, one prompt each; `messages` is the first chat
     scoring: Scoring | None = None  # /generative_scoring: `prompts` are the items to score
     bounds: list[PromptBound] = []  # prompt lengths at which the request is refused
     prediction: str | None = None  # text of the client's `prediction`; None: none
-    sources: list[str] = []  # other API formats: for each of `messages`, the field of the client's body
+    sources: list[str] = []  # other API formats: for each message, the client's field that it comes from
 
     @property
     def width(self) -> int:

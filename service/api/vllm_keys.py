@@ -1,4 +1,4 @@
-"""Keys that vLLM writes with value null in every answer; Quire writes them, too, for clients that read them.
+"""Keys that vLLM writes with value null in every answer; Quire writes them, too, for clients that expect them.
 
 Events of a stream get only a few of these keys, since each key is sent with every token.
 """

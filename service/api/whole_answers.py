@@ -69,7 +69,7 @@ class WholeChoice:
         return [one.logprob for one in self._logprobs or ()]
 
     def delta(self) -> ChoiceDelta:
-        """Return one delta with the complete choice; each tool call is in it once, with all its arguments."""
+        """Return one delta with the complete choice, which contains each tool call once, with all its arguments."""
         whole = ChoiceDelta(self.choice, "".join(self._text), self._tokens, reasoning="".join(self._reasoning))
         whole.calls = [
             CallDelta(at, name, "".join(parts))

@@ -1,8 +1,8 @@
 """Which LoRA adapters a gateway serves, and to which tenant.
 
     `model` ─┬─ a name of --lora ──────────────────────────────> read at the start
-             ├─ a name in the fleet's list, in Redis ──────────> loaded by POST /v1/load_lora_adapter, at any gateway
-             └─ a folder of this name in --lora-dir ───────────> added to the list, so that every gateway lists it
+             ├─ a name in the fleet's list, in Redis ──────────> loaded by POST /v1/load_lora_adapter, at any gateway └─
+             a folder of this name in --lora-dir ───────────> added to the list, so that every gateway lists it
 
 A request for the base model, or for an adapter of --lora, costs no access to Redis or the file system.  Any other name
 is looked up in Redis at each request, so a load or unload at one gateway takes effect at all gateways at once.
@@ -98,9 +98,9 @@ class Adapters:
         return adapter
 
     async def listed(self, tenant: Tenant) -> list[ServedAdapter]:
-        """Return the adapters that a tenant may use: from --lora, loaded by the API, and once used from --lora-dir.
+        """Return the adapters that a tenant may use: of --lora, loaded by the API, and used before from --lora-dir.
 
-        While Redis is away, this is the list as last read."""
+        While Redis is away, the last list that was read from it counts."""
         try:
             entries = await self._streams.adapters.entries() if self._streams.trouble is None else None
         except BusDown:
@@ -115,7 +115,7 @@ class Adapters:
     # --------------------------------------------------------------------------------------------------- for operators
 
     async def read(self, name: str, path: str, *, replace: bool) -> ServedAdapter:
-        """Read the files of an adapter, and return it in the form that `enter` takes.
+        """Read the files of an adapter, and return the value that `enter` stores.
 
         Raises Refusal: 400 for a forbidden name or path or an unsupported adapter; 404 if the files do not exist."""
         try:
@@ -167,8 +167,10 @@ class Adapters:
     async def _enter(
         self, adapter: ServedAdapter, *, replace: bool = False, replaces: ServedAdapter | None = None
     ) -> bool:
-        """Store an adapter in the fleet's list.  `replace`: in place of any other; `replaces`: in place of this one,
-        because another gateway may have changed the entry.  Returns False if its name is taken.  Raises Refusal."""
+        """Store an adapter in the fleet's list.
+
+        `replace`: an adapter of this name is replaced.  `replaces`: this adapter is replaced, but no other one that
+        another gateway has stored meanwhile.  Returns False if the name is taken.  Raises Refusal."""
         value = msgspec.msgpack.encode(adapter)
         expected = None if replaces is None else msgspec.msgpack.encode(replaces)
         try:

@@ -9,8 +9,8 @@ queue, which all engines share.  The wait of a request in a lane is estimated as
 
     wait = (prompt tokens ahead of it + its own - free capacity) / prompt tokens that engines start per second
 
-Engines empty the on-time lane first, so the wait in the late lane counts the tokens of both.  A tenant below its share
-of an engine does not wait, if the engine would preempt sequences of other tenants for it.
+Engines empty the on-time lane first, so the wait in the late lane counts the tokens of both lanes.  A request of a
+tenant below its fair share does not wait if an engine would preempt sequences of other tenants for it.
 
 This gateway's snapshot of the queue is a moment old, and other gateways submit meanwhile.  So `decide` returns the
 maximum length of each lane at which this request may join it.  The submit script compares the lanes with these bounds
@@ -36,9 +36,9 @@ from quire.service.config import GatewayConfig
 
 RETRY_CAP_S = 60.0  # maximum Retry-After: clients ignore or refuse to honour longer pauses
 JITTER = 0.25  # maximum random lengthening of Retry-After, as a fraction, so that clients spread out
-PROMISE_JITTER = 0.05  # maximum random lengthening of promised pauses, which are already spread out
-# A promised retry may wait this many times the lane's maximum wait, so that it is admitted even if engines were slower
-# than estimated.
+PROMISE_JITTER = 0.05  # the same for promised retries (retry_book.py), which are already spread out
+# A promised retry may wait this many times the lane's maximum wait.  So it is admitted even if engines were slower than
+# estimated.
 KEPT = 2.0
 # Without a late lane, promised retries get at most this fraction of the engines' throughput, new requests the rest.
 PROMISED_PACE = 0.8
@@ -141,7 +141,7 @@ def _honours(name: str, load: EngineLoad) -> bool:
 
 
 def _claiming(fleet: Fleet) -> Sequence[EngineLoad]:
-    """Return the engines that may claim requests; if all of them drain, these."""
+    """Return the engines that may claim requests: those that do not drain, or all engines if every one drains."""
     return [load for load in fleet.engines if not load.draining] or fleet.engines
 
 
@@ -162,10 +162,10 @@ def _require(fleet: Fleet, able: Callable[[EngineLoad], bool], param: str, featu
 def _starts(load: EngineLoad) -> float:
     """Return the prompt tokens per second that an engine with a queue starts.
 
-    Let P and G be the prompt and generated tokens of the engine so far.  In a steady state the mix of new sequences is
-    the same.  So of each freed block P / (P + G) goes to prompts, and P / G prompt tokens start per generated token.
-    Either rate is a lower bound while the batch still fills, so the larger one is returned.
-    0 until a sequence has ended while others waited: before that P / G would be far too large."""
+    Let P and G be the prompt and generated tokens of the engine so far.  In a steady state new sequences have the same
+    ratio of P to G.  So the share P / (P + G) of each freed block goes to prompts, and P / G prompt tokens start per
+    generated token.  Each of these two rates is a lower bound while the batch still fills, so the larger one is
+    returned. 0 until a sequence has ended while others waited: before that P / G would be far too large."""
     prompt, generated = load.prompt_tokens, load.generated_tokens
     if not prompt or not generated or not load.blocks_per_s:
         return 0.0
@@ -230,7 +230,7 @@ def ahead(cost: Cost, fleet: Fleet) -> tuple[int, int]:
 
 
 def _preemption_room(cost: Cost, fleet: Fleet, fresh: list[EngineLoad]) -> int:
-    """Return how many prompt tokens are left that engines would start at once by preempting others for this tenant.
+    """Return how many more prompt tokens engines would start at once, by preempting sequences of other tenants.
 
     Engines offer this only to tenants below their share.  The tokens of this request, and of queued requests of such
     tenants, are subtracted.  < 0: the request does not fit, or no engine would preempt for it."""
@@ -247,12 +247,12 @@ def _preemption_room(cost: Cost, fleet: Fleet, fresh: list[EngineLoad]) -> int:
 class _Supply(NamedTuple):
     """Free capacity (tokens) and prompt throughput (tokens/s) of the engines that take new requests."""
 
-    fresh: list[EngineLoad]  # engines whose last sync is at most STALE_MS old
+    fresh: list[EngineLoad]  # engines whose last sync with Redis is at most STALE_MS old
     room: int  # free capacity: prompt tokens that engines would claim at once
     inside: int  # prompt tokens that engines have claimed and not started; they are ahead of the queue
     tokens_per_s: float  # prompt tokens started per second; 0: not known, or the engines have stopped
-    stand_still: bool  # True if engines with known throughput have stopped syncing
-    pools: float  # capacity of the KV block pools of these engines, in tokens
+    stand_still: bool  # engines with known throughput have stopped syncing
+    pools: float  # capacity of the KV block pools of `fresh`, in tokens
     token_s: float  # seconds between two output tokens of a sequence; 0: not known
 
     def wait_s(self, missing: float) -> float | None:
@@ -293,7 +293,7 @@ def wait_estimator(fleet: Fleet, now_ms: int) -> Callable[[Place], float | None]
     """Return a function that estimates, from a request's place in the queue, the seconds until it is claimed.
 
     The function returns None while the engines' throughput is not known.  It assumes that all requests of a lane are
-    equally long.  It takes O(engines) to make and O(1) to call, since thousands of requests may wait."""
+    equally long.  Making it takes O(engines), a call O(1), since thousands of requests may wait."""
     supply = _supply(fleet, now_ms)
 
     def wait_s(place: Place) -> float | None:
@@ -308,22 +308,22 @@ def wait_estimator(fleet: Fleet, now_ms: int) -> Callable[[Place], float | None]
 def decide(
     cost: Cost, fleet: Fleet, now_ms: int, config: GatewayConfig, jitter: float, promised: Promised = NO_PROMISES
 ) -> Decision:
-    """Decide how long each lane may be for a request to join it.  `jitter` is uniform in [0, 1).
+    """Decide up to which length each lane may accept this request.  `jitter` is uniform in [0, 1).
 
-    Raises Refusal(429) when the request may join neither lane now.  The code is `rate_limit_exceeded` if it would wait
-    longer than `longest_wait_s` or than its client allows.  It is `deadline_unreachable` if wait plus minimum service
-    time would exceed its deadline.  Raises Refusal(503) when no engine is alive or all are draining.
+    Raises Refusal(429) when the request may join neither lane now.  Its code is `rate_limit_exceeded` if the request
+    would wait longer than `late_wait_s` or than its client allows, and `deadline_unreachable` if wait plus minimum
+    service time would exceed the request's deadline.  Raises Refusal(503) when no engine is alive or all are draining.
     Takes O(engines + tenants in the snapshot).
 
     An engine whose last sync is older than STALE_MS counts as full and standing still.  If the snapshot of the queue is
-    that old, no free capacity counts.  So an outdated snapshot refuses rather than overloads.  An engine in a long step
-    still syncs, so its free capacity counts, but its rates are reduced (`_trust`).  While the throughput is unknown
-    (engines idle or just started), the on-time lane may hold as many tokens as the KV pools, and the late lane is
-    unbounded.
+    that old, no free capacity counts.  So with an outdated snapshot, requests are refused rather than engines
+    overloaded. An engine in a long step still syncs, so its free capacity counts, but its rates are reduced (`_trust`).
+    While the throughput is unknown (engines idle or just started), the on-time lane may hold as many tokens as the KV
+    pools, and the late lane is unbounded.
 
-    Promises count as queued in the late lane, before this request.  If there is no late lane, new requests count the
-    due promises as queued in the on-time lane, and all promises lengthen the pause of a refusal.  A promised retry
-    whose time has come gets a larger bound (KEPT)."""
+    Promised retries (retry_book.py) count as queued in the late lane, before this request.  If there is no late lane,
+    those whose time has come count as queued in the on-time lane, and all of them lengthen the pause of a refusal.  A
+    promised retry whose time has come gets a larger bound (KEPT)."""
     if all(load.draining for load in fleet.engines):
         why = "every engine is shutting down" if fleet.engines else "no engine is running"
         raise Refusal(503, "no_engine", why, retry_after_s=5.0 * (1 + jitter * JITTER))
@@ -346,7 +346,8 @@ def decide(
         raise _overloaded(cost, config, supply, late_missing if longest_s > 0 else missing, promised, jitter)
     beyond_room = cost.prompt_tokens - supply.room
     bounds = QueueBounds(
-        # A negative slack still gives a bound: engines claim small requests first, so a small one may yet be on time.
+        # A negative slack still gives a bound: engines claim small requests first, so a small request may still be on
+        # time.
         NEVER if math.isinf(slack) else int(fleet.on_time.tokens + beyond_room + slack),
         int(fleet.queued_tokens + beyond_room + late_slack) if late_slack >= 0 else NEVER,
         math.ceil(1000 * on_time_s),
@@ -359,12 +360,12 @@ def decide(
 
 
 def _slack(cost: Cost, supply: _Supply, missing: int, longest_s: float, unknown: float) -> float:
-    """Return by how many prompt tokens a lane may grow before a request would wait too long in it.
+    """Return how many further prompt tokens may join a lane before this request would wait too long in it.
 
     < 0: the wait is too long already.  -infinity: the request would miss its deadline in any lane.
     `missing`: prompt tokens ahead of the request plus its own, minus the engines' free capacity.
     `longest_s`: maximum wait in seconds.  `unknown`: prompt tokens that may be ahead at unknown throughput."""
-    # The throughput of an engine that was idle until now is unknown, but such an engine has free capacity.
+    # An engine that was idle until now has an unknown throughput, but free capacity, so the request starts at once.
     service = cost.min_output_tokens * supply.token_s if missing > 0 else 0.0
     deadline = supply.budget(cost.timeout_s - service, unknown)
     if deadline < 0:
@@ -377,7 +378,7 @@ def _overloaded(
 ) -> Refusal:
     """Return the 429 for a request that may join no lane.
 
-    `missing`: as for `_slack`, in the late lane, or in the on-time lane if there is no late one."""
+    `missing`: as for `_slack`, of the late lane, or of the on-time lane if there is no late lane."""
     param: str | None
     wait_s, service = supply.wait_s(missing), cost.min_output_tokens * supply.token_s
     longest_s = max(config.ttft_target_s * ON_TIME_WAIT, min(config.late_wait_s, cost.longest_wait_s))
@@ -393,7 +394,7 @@ def _overloaded(
         param = "x-max-queue-wait" if cost.longest_wait_s < config.late_wait_s else None
     pause_s, spread = 1.0, JITTER
     later = 0.0 if min(config.late_wait_s, cost.longest_wait_s) > 0 else promised.tokens - promised.due_tokens
-    # The pause lasts until that lane is short enough, all earlier promises counted as queued.
+    # The pause lasts until the lane is short enough, if all earlier promised retries count as queued.
     if (ready_s := supply.wait_s(missing + later / PROMISED_PACE)) is not None:
         spread = PROMISE_JITTER
         pause_s = min(RETRY_CAP_S / (1 + spread), max(1.0, ready_s - longest_s))

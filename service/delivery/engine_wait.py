@@ -4,8 +4,8 @@
                   no: wait, at most --takeover-wait-s, the request's timeout and X-Max-Queue-Wait --> 503 no_engine
 
 A request can be checked only against an engine's limits (such as its context length), so none is queued in Redis
-before an engine is known.  A request that waits here exists only as a task of this gateway: if its client leaves,
-nothing has to be withdrawn from Redis.
+before an engine is known.  A request that waits here exists only as a task of this gateway: if its client leaves, Redis
+has nothing to remove.
 """
 
 from __future__ import annotations

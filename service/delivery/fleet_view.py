@@ -24,7 +24,7 @@ class FleetView:
         self._exchanged_ms: dict[str, int] = {}  # engine -> unix time of its last sync, on this process's clock
         self._queue = Queue(queued=0, queued_tokens=0, free_tokens=0, tenants={})
         self._queue_ms = 0  # when `_queue` was read, on this process's clock
-        self._quarantined = 0  # in the last full snapshot
+        self._quarantined = 0  # number of quarantined requests in the last full snapshot
 
     def record_load(self, load: EngineLoad) -> None:
         """Store an engine's load.  A report with an unchanged `time_ms` does not count as a sign of life."""
@@ -35,7 +35,7 @@ class FleetView:
             self._exchanged_ms[load.engine] = ours.time_ms
 
     def record_queue(self, queue: Queue) -> None:
-        """Store the state of the queue that a submit returned.  Of the tenants, it has only the submitting one."""
+        """Store the state of the queue that a submit returned, which contains only the submitting tenant."""
         tenants = self._queue.tenants | queue.tenants
         self._queue, self._queue_ms = msgspec.structs.replace(queue, tenants=tenants), steady_ms()
 

@@ -1,9 +1,9 @@
-"""The watch over the engines: reads the fleet's state from Redis every `fleet_s` seconds, then does periodic upkeep.
+"""Reads the state of engines and queue (the fleet) from Redis every `fleet_s` seconds, then does periodic upkeep.
 
     Redis --snapshot--> FleetView --> admission, /ready, metrics
                   `--> requests that wait for an engine, queue positions, usage ledger, retention of token logs
 
-The watch also stores the reason why Redis cannot be used.  While there is one, `Streams` refuses new requests.
+It also stores the reason why Redis cannot be used.  While there is such a reason, `Streams` refuses new requests.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FleetWatch:
         self.engine_wait = EngineWait(config.takeover_wait_s, config.max_queued)
         self.readings = 0  # number of snapshots since the start
         self._missed = False  # True if open requests may lack tokens that the token logs have
-        # Why Redis cannot be used: one line per failed kind of call.  A line goes when a call of its kind succeeds.
+        # Why Redis cannot be used: one line per kind of call that failed, until a call of this kind succeeds.
         self._troubles = {"fleet": "the engines have not been looked up yet"}
 
     async def run(self) -> None:

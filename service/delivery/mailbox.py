@@ -65,7 +65,7 @@ class Mailbox:
         self.choice = choice
         self.at = 0  # output position of the next token that the handler takes
         self.next = 0
-        self.lost = self.repeated = 0  # number of tokens missing even from the log; number that arrived twice
+        self.lost = self.repeated = 0  # tokens that even the log lacks; tokens that arrived twice
         self.cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprob] | None = None
         self.predictions: Predictions | None = None  # counts from the last delta that had them
@@ -73,9 +73,7 @@ class Mailbox:
         self.had_logprobs: Sequence[TokenLogprob] | None = None
         self.ended = False  # a Finish arrived, or this gateway set one: no more tokens will arrive
         self.closed = False  # the handler takes no more tokens
-        self._tokens: (
-            list[int] | array[int]
-        ) = []  # the list of a single delta (never changed), or an array of merged deltas
+        self._tokens: list[int] | array[int] = []  # the list of one delta (never changed), or merged deltas as an array
         self._logprobs: list[TokenLogprob] | None = None
         self._sample: list[TokenLogprob] | None = None  # logprobs of one token, to estimate the bytes per token
         self._finish: Finish | None = None
@@ -139,7 +137,7 @@ class Mailbox:
     def refill(self, logged: LoggedOutput | None) -> None:
         """Fill a mailbox that is `behind` with the logged output from position `at`.
 
-        None: Redis has no log.  It does not expire while a client reads, so Redis has lost it."""
+        `logged` is None if Redis has no log: a log does not expire while a client reads, so Redis has lost it."""
         if logged is None:
             self.fail(REQUEST_LOST)
         elif not logged.token_ids:
@@ -167,7 +165,7 @@ class Mailbox:
             self.predictions = logged.finish.predictions
         self.had_logprobs = logged.logprobs[:had] if logged.logprobs is not None else None
         logprobs = logged.logprobs[had:] if logged.logprobs is not None else None
-        # A mailbox holds the tokens that begin at `at`, or none.  If they do not fit, they all stay in the log.
+        # A mailbox holds tokens from position `at` on, or none. If these do not fit, they all stay in the log.
         rest = msgspec.structs.replace(logged, token_ids=logged.token_ids[had:], logprobs=logprobs)
         self._sample = list(rest.logprobs[:1]) if rest.logprobs else None
         if len(rest.token_ids) <= self.refill_tokens:
@@ -180,7 +178,9 @@ class Mailbox:
         self.predictions = finish.predictions or self.predictions
 
     def fail(self, finish: Finish) -> None:
-        """End this choice with `finish`.  Tokens in the mailbox stay; tokens that are only in the log are given up."""
+        """End this choice with `finish`.
+
+        Tokens in the mailbox are still delivered; tokens that are only in the log are not."""
         self._finish, self.ended = finish, True
         self.next = self.at + len(self._tokens)
 
@@ -196,7 +196,9 @@ class Mailbox:
 
 
 def _weight(tokens: int, logprobs: list[TokenLogprob] | None) -> int:
-    """Return the estimated bytes of waiting tokens.  Every token counts as many alternatives as the first one has."""
+    """Return the estimated bytes of waiting tokens.
+
+    Every token is assumed to have as many alternatives as the first one."""
     if not logprobs:
         return TOKEN_BYTES * tokens
     return tokens * (TOKEN_BYTES + LOGPROB_BYTES * (1 + len(logprobs[0].top)))

@@ -24,7 +24,7 @@ log = logging.getLogger("quire.gateway")
 
 
 class HandedOver(ConnectionError):
-    """This gateway is shutting down, and another gateway will continue the answer: the client knows how to resume."""
+    """Raised when this gateway shuts down and the client can resume: another gateway will continue the answer."""
 
 
 class Upstream(Protocol):
@@ -51,7 +51,7 @@ class Submission:
         self.unfinished = set(range(n))  # choices whose Finish has not arrived
         self.running = set(range(n))  # unfinished choices that were not withdrawn
         self.delivered = [0] * n  # output tokens sent to a client, per choice: the maximum over all readers
-        self.timer: Timer | None = None  # timer of `Submissions`, which runs while the submission has no reader
+        self.timer: Timer | None = None  # set by `Submissions` while the submission has no reader
 
     def mark_ended(self, index: int) -> None:
         """Record that an engine has finished a choice."""
@@ -78,7 +78,7 @@ class OpenRequest:
     Raises HandedOver when this gateway shuts down and the client may resume at another gateway."""
 
     def __init__(self, streams: Upstream, submissions: list[Submission], *, resumable: bool) -> None:
-        """`resumable`: if the client loses its connection, the request keeps running so that it can resume."""
+        """`resumable`: if the client loses its connection, the request keeps running, so that the client can resume."""
         self._streams, self.submissions, self.resumable = streams, submissions, resumable
         self.loop = asyncio.get_running_loop()
         self._n = submissions[0].n
@@ -92,7 +92,7 @@ class OpenRequest:
         self._nudged = False  # `_wake` is done, or a call that sets it is scheduled
         self._handed_over = False
         self.waiting: Waiting | None = None  # position in the queue; None for a resumed request
-        self._announced = True  # whether the handler has run since the last announce()
+        self._announced = True  # the handler has run since the last announce()
         self._last_byte = self.loop.time()  # time of the last write to this client
         self._timers: list[Timer] = []
 
@@ -229,7 +229,7 @@ class OpenRequest:
     def _beat(self) -> None:
         """Wake the handler if nothing was written to the client for `heartbeat_s`.
 
-        There is one timer per request, re-armed only when it fires, so tokens cost no timer work.  Tokens that the
+        A request has one timer, which is set again only when it fires, so tokens cost no timer work.  Tokens that the
         handler holds back (a possible stop string) do not count as a write."""
         now = self.loop.time()
         due = self._last_byte + self._heartbeat_s

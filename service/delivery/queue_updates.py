@@ -4,9 +4,9 @@
                                                                             |-> headers x-queue-*
                                                                             '-> SSE comments, in the late lane
 
-The late lane has the requests whose estimated wait exceeds the TTFT target (`admission.py`).  The response to a
-streaming request in it begins at once, before its first token, so that the client and
-every proxy on the way know that the request is being served.
+The late lane has the requests whose estimated wait exceeds the TTFT target (`admission.py`). A streaming response
+begins as soon as its request waits in that lane, before the first token, so that the client and every proxy on the way
+know that the request is being served.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BATCH = 1000  # requests whose queue positions are read and updated in one turn 
 
 
 class Waiting:
-    """Position of one client's request in the queue, as last read: the position of its first prompt."""
+    """Last known position of one client's request in the queue: the position of its first prompt."""
 
     __slots__ = ("ahead", "lane", "since", "wait_s", "waited_s")
 

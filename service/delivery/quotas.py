@@ -1,4 +1,4 @@
-"""Quotas of a tenant: tokens and requests that each request takes, 429 when none are left, `x-ratelimit-*` headers.
+"""Quotas of a tenant: each request takes tokens from buckets, or gets 429; the `x-ratelimit-*` headers show the rest.
 
     Answers.begin --hold--> quota_take.lua ----> admission and submit ----> answer
                                   |                     |                      '--> settle.lua returns unused tokens
@@ -27,8 +27,8 @@ from quire.service.common.metrics import QUOTA_REFUSALS, Telemetry
 from quire.service.common.refusal import Refusal
 from quire.service.delivery.streams import AlreadySubmitted, Streams, unavailable
 
-BUCKETS = web.RequestKey("buckets", Buckets)  # state of the buckets after the last script for this request
-CONCURRENT_RETRY_S = 1.0  # Retry-After at the concurrency limit, a guess: the end of a running request is not known
+BUCKETS = web.RequestKey("buckets", Buckets)  # state of the buckets that this request's last script returned
+CONCURRENT_RETRY_S = 1.0  # Retry-After at the concurrency limit; a guess, since running requests end at unknown times
 NAMES: dict[Kind, str] = {
     "requests": "requests_per_minute",
     "tokens": "tokens_per_minute",
@@ -55,9 +55,9 @@ class Quotas:
     ) -> AsyncIterator[Hold]:
         """A context around submit and answer, in which the request counts as running.
 
-        Takes the prompt's tokens and the maximum of output tokens.  `bounded`: the client set `max_tokens`.  If not,
-        at most the complete quota is taken, and tokens generated beyond that are taken at the end.  Raises OverQuota,
-        or Refusal(503) when Redis is away."""
+        It takes the prompt's tokens plus the maximum output tokens from the buckets.  `bounded`: the client set
+        `max_tokens`. If not, at most the complete quota is taken, and tokens generated beyond that are taken at the
+        end.  Raises OverQuota, or Refusal(503) when Redis is away."""
         hold = Hold()
         if tenant.quota is None:
             yield hold

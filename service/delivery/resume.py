@@ -1,4 +1,4 @@
-"""Resume an answer: the record with which any gateway can continue it, and the check of who may resume it.
+"""Resumption of an answer: the record from which any gateway can continue it, and the check of who may resume it.
 
     POST, first event "cmpl-1:1" ... connection, client or gateway lost after "cmpl-1:17"
     POST to the same path, or GET /v1/streams/cmpl-1, with `Last-Event-ID: cmpl-1:17`   at any gateway: continues at 18
@@ -49,9 +49,9 @@ class Record(msgspec.Struct, frozen=True):
     created: int  # unix seconds
     fingerprint: str | None
     deadline_ms: int  # unix time on Redis' clock
-    traceparent: str = ""  # W3C trace of the request, which a resumed answer continues
+    traceparent: str = ""  # W3C trace context of the request; a resumed answer continues its trace
     tracestate: str = ""  # W3C header that accompanies traceparent
-    shown: bytes = b""  # `valid.shown` as JSON, if it holds integers too large for msgpack; `valid` lacks them then
+    shown: bytes = b""  # `valid.shown` as JSON if it has integers too large for msgpack, which `valid` then lacks
 
     @property
     def context(self) -> tuple[str, str]:
@@ -115,8 +115,8 @@ def decode(record: bytes) -> Record:
 def read(record: bytes | None, request_id: str, owner: str, retain_s: float, now_ms: int) -> Record:
     """Decode a record if `owner` made the request; otherwise raise Refusal.
 
-    A missing record and a record of another owner are refused alike: 410 if the id is older than `retain_s`, so that
-    the answer may have expired, else 404."""
+    Whether the record is missing or has another owner, the status is the same: 410 if the id is older than `retain_s`,
+    so that the answer may have expired, else 404."""
     found = decode(record) if record else None
     if found is not None and found.owner == owner:
         return found

@@ -2,11 +2,12 @@
 
     refused ──> pause until the queue and all earlier promises have started ──> promise in the book
     retry at that time, with the same prompts ──> joins, and the promise leaves
-    new request ──> counts all promises as if they were queued before it; without a late lane, only the due promises
+    new request ──> counts all promises as if they were queued before it; without a late lane, only promises that are
+    due
 
 Without the book, every refusal in the same moment would state the same pause: the time until the present queue is
-short enough.  All clients would retry at once, and most retries would be refused again.  With the book, each client
-gets a later time than the one before, spaced by the engines' prompt throughput.
+short enough.  All clients would retry at once, and most retries would be refused again.  With the book, each refused
+client gets a later time than the one before; the engines' prompt throughput spaces them.
 
 A gateway knows its own promises only: a retry at another gateway is a new request there.
 """
@@ -34,7 +35,7 @@ Key = tuple[str, int]
 
 
 class _Promise(NamedTuple):
-    number: int  # position in the order of first refusals; a repeated refusal keeps it
+    number: int  # position in the order of first refusals; a client that is refused again keeps it
     tokens: int  # prompt tokens
     due_ms: int  # time of the promised retry
     until_ms: int  # time at which the promise expires
@@ -45,7 +46,7 @@ class RetryBook:
 
     def __init__(self) -> None:
         self._promises: dict[Key, _Promise] = {}
-        # Heaps of (until_ms, key) and (due_ms, key); entries of promises that changed are stale.
+        # Heaps of (until_ms, key) and (due_ms, key); when a promise changes, its old entries stay and are ignored.
         self._ends: list[tuple[int, Key]] = []
         self._dues: list[tuple[int, Key]] = []
         self._due: set[Key] = set()  # promises whose time has come

@@ -4,8 +4,8 @@
                                               ^ a slow client's tokens wait here (see `mailbox.py`)
 
 `Streams.open` submits a new request.  `Streams.join` attaches to a request that was submitted before, by this or
-another gateway, and that runs or has ended: its client resumes it or retries it.  So a submission (one prompt of a
-request) can have several readers.  `submissions.py` shows the life of a submission.
+another gateway, and that runs or has ended: a client resumes or retries it.  So a submission (one prompt of a request)
+can have several readers.  `submissions.py` shows the life of a submission.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Streams:
         return found.record if found is not None else None
 
     async def cancel(self, submission_ids: list[str]) -> None:
-        """End submissions of any gateway as cancelled, for every reader.  Those that have ended are not changed."""
+        """End submissions of any gateway as cancelled, for every reader.  Submissions that have ended do not change."""
         await self._bus.cancel_for_all(submission_ids)
 
     async def reset_prefix_caches(self) -> int:
@@ -211,9 +211,7 @@ class Streams:
         short = [one for one, count in zip(logged, counts, strict=False) if len(one.token_ids) < count]
         if len(logged) != submission.n or any(one.finish is not None for one in short):
             raise Refusal(400, "invalid_event_id", "Last-Event-ID: the answer is not as long as that")
-        if (
-            short
-        ):  # Redis lost the last tokens, and the engine will send them again; or the client sent a wrong position
+        if short:  # Redis lost the last tokens, which the engine will send again; or the client's position is wrong
             message = "Last-Event-ID: the answer is not as long as that yet"
             raise Refusal(503, "answer_incomplete", message, retry_after_s=1.0)
         for index, one in enumerate(logged):
@@ -238,7 +236,7 @@ class Streams:
                 try:
                     queue = await submit
                 except BusDown as error:
-                    self.fleet_watch.record_failed_submit(error)  # refuses new requests until Redis takes them again
+                    self.fleet_watch.record_failed_submit(error)  # new requests are refused until Redis accepts writes
                     raise unavailable() from None
                 self._telemetry.observe(REDIS_SECONDS, time.monotonic() - began, "submit")
                 self._view.record_queue(queue)

@@ -1,4 +1,4 @@
-"""The submissions (prompts of requests) of this gateway: which clients read each, and its end when no client reads it.
+"""The submissions (prompts of requests) of this gateway: their readers, and their end when no client reads them.
 
     enter --> has readers --leave--+--> its answer is over ------------------------------------> settle
                   ^                +--> the client may resume --resume_s--+                        ^
@@ -27,9 +27,9 @@ from quire.service.delivery.mailbox import REQUEST_LOST, Backlog, Mailbox
 from quire.service.delivery.open_request import OpenRequest, Submission
 from quire.service.delivery.usage_ledger import UsageLedger
 
-SETTLE_S = 10.0  # seconds that a withdrawn submission waits for its engine's last delta, before it enters the ledger
+SETTLE_S = 10.0  # seconds to wait for a withdrawn submission's last delta before its usage enters the ledger
 ATTACH_COUNT = 64  # maximum number of logs read at once after Redis may have lost data
-RESEND_S = 10.0  # seconds to wait for an engine's next sync after Redis lost its tokens
+RESEND_S = 10.0  # seconds to wait until an engine sends tokens again that Redis has lost
 
 
 class Submissions:
@@ -159,7 +159,7 @@ class Submissions:
                 # An empty result means that Redis has lost tokens.  Wait until the engine sends or recomputes them.
                 until = min(until, clock() + RESEND_S)
                 resent = logged is None or logged.token_ids or logged.finish is not None
-                if mailbox.behind and (resent or clock() >= until):  # `behind` again: the deadline may have passed
+                if mailbox.behind and (resent or clock() >= until):  # not if the deadline has ended it
                     mailbox.refill(logged)
                     continue
             await asyncio.sleep(self._config.fleet_s)
@@ -172,12 +172,12 @@ class Submissions:
         submissions = [
             submission for submission in self._submissions.values() if submission.readers and submission.unfinished
         ]
-        # In batches: 16,000 logs read one by one took longer than the interval of heartbeats.
+        # Logs are read in batches: reading 16,000 one by one took longer than the interval of heartbeats.
         for at in range(0, len(submissions), ATTACH_COUNT):
             await asyncio.gather(*map(self._listen_again_to, submissions[at : at + ATTACH_COUNT]))
 
     async def _listen_again_to(self, submission: Submission) -> None:
-        # Without readers whose submit is in flight.
+        # A reader whose submit is in flight has no log yet, so the absence of one ends only `started` readers.
         queued = [reader for reader, _ in submission.readers if reader.started]
         found = await self._bus.attach(submission.id)
         for index, logged in enumerate(found.choices if found is not None else ()):

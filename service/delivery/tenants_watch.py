@@ -17,7 +17,7 @@ LOOK_S = 2.0  # seconds between two checks of the file; a check is one `stat` ca
 
 
 class TenantsWatch:
-    """Watches one file.  If a new version of the file is invalid, the keys and tenants read before stay in use."""
+    """Watches the tenants file.  If a new version is invalid, the keys and tenants read before stay in use."""
 
     def __init__(self, tenants: Tenants, path: str, look_s: float = LOOK_S) -> None:
         self._tenants, self._path, self._look_s = tenants, path, look_s

@@ -19,18 +19,22 @@ BATCH_COUNT = 100  # submissions written to Redis in one call
 
 
 class UsageLedger:
-    """Collects finished submissions and writes their usage to Redis.  Each stays here until Redis acknowledges it."""
+    """Collects finished submissions and writes their usage to Redis.
+
+    A submission stays in the list until Redis acknowledges it."""
 
     def __init__(self, bus: GatewaySide, telemetry: Telemetry) -> None:
         self._bus, self._telemetry = bus, telemetry
         self._finished: list[Submission] = []
 
     def add(self, submission: Submission) -> None:
-        """Write this submission with the next batch."""
+        """Add a submission, whose usage the next call of `write` stores."""
         self._finished.append(submission)
 
     async def write(self) -> None:
-        """Write the usage of all collected submissions.  Raises BusDown; the rest stays for the next call."""
+        """Write the usage of all collected submissions.
+
+        Raises BusDown; what was not written stays for the next call."""
         while batch := self._finished[:BATCH_COUNT]:
             for usage in await self._bus.settle(
                 [(submission.id, submission.tenant, submission.delivered) for submission in batch]

@@ -43,7 +43,7 @@ class UnloadBody(msgspec.Struct):
 
 
 class AdapterEndpoints:
-    """Handlers of both endpoints, which need the admin scope."""
+    """Handlers of the two endpoints, which need the admin scope."""
 
     def __init__(
         self,

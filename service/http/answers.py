@@ -42,7 +42,7 @@ from quire.service.output.choice_delta import ChoiceDelta
 from quire.service.text.text_stream import decode, reasoning_tokens
 from quire.service.text.tokenizer import Tokenizer
 
-# Error codes after which the first request with an idempotency key has no answer that a retry could get.
+# Error codes that mean: the first request with an idempotency key has no answer that a retry could get.
 FAILED = ("stream_gone", "stream_not_found", "deadline_exceeded", "request_lost", "engine_error")
 RETRIES = 3  # maximum attempts to find or make an answer for an idempotency key
 
@@ -223,7 +223,7 @@ class Answers:
             try:
                 return await self._deliver(request, valid, opened, form, resumed=True)
             except Refusal as refusal:
-                if refusal.code == "cancelled":  # its first client has left
+                if refusal.code == "cancelled":  # the original client has left
                     raise Refusal(410, "stream_gone", "this request was cancelled", given=request_id) from None
                 raise
 
@@ -279,7 +279,7 @@ class Answers:
         parts = await form.whole(answered, opened.pacer)
         if save is not None and isinstance(form, ResponseFormat):
             await save()
-            parts = [form.body()]  # anew: `store` in the body is false if saving failed
+            parts = [form.body()]  # made again, since `store` is false if saving failed
         response = await self._work.write(request, parts, headers)
         opened.record_sent(form.tokens)
         return response
@@ -288,7 +288,7 @@ class Answers:
 async def _ending_with(
     deltas: AsyncIterator[list[ChoiceDelta]], last: Callable[[], Awaitable[None]] | None
 ) -> AsyncGenerator[list[ChoiceDelta], None]:
-    """Yield all deltas; then call `last`, before the iteration ends."""
+    """Yield all deltas, then call `last` before the iteration ends."""
     async for changed in deltas:
         yield changed
     if last is not None:

@@ -42,7 +42,7 @@ log = logging.getLogger("quire.gateway")
 ENDPOINT = "/v1/responses in the background"  # endpoint of background jobs in metrics and log
 LEASE_MS = 6000  # ms without renewal until another gateway takes over
 RENEW_S = 1.5  # seconds between two renewals
-STORE_TRIES = 60  # attempts, a second apart, to store the end of a response while Redis is away
+STORE_TRIES = 60  # attempts to store the end of a response while Redis is away, one per second
 
 Running = AbstractAsyncContextManager[OpenRequest]
 
@@ -121,7 +121,7 @@ class Background:
                 accepted.set_exception(error)
         finally:
             self._forget(job.id)
-            if not accepted.cancel() and accepted.exception() is None:  # otherwise the client's request is recorded
+            if not accepted.cancel() and accepted.exception() is None:  # otherwise the client's own request records it
                 job.meter.close(ENDPOINT, status)
 
     def _forget(self, response_id: str) -> None:
@@ -147,7 +147,7 @@ class Background:
             await self._release(job)
             return 503
         except Refusal as refusal:
-            opened.resumable = False  # cancel what is still being computed
+            opened.resumable = False  # cancels the part of the answer that is not computed yet
             job.meter.fail(refusal)
             status, response = refusal.status, job.form.failed(refusal)
         await self._end(job, response)

@@ -24,9 +24,9 @@ from quire.service.common.refusal import Refusal, limit_refusal
 from quire.service.common.work_threads import LONG_BYTES
 from quire.service.config import GatewayConfig
 
-FREE_BYTES = 16 * 1024  # first bytes of each body, not counted, so that large bodies never keep out small requests
+FREE_BYTES = 16 * 1024  # bytes of each body that are not counted, so that large bodies never keep out small ones
 PIECE_BYTES = 64 * 1024  # bytes that are unzipped and scanned at a time
-# Weight of one small JSON value: it takes up to 3 us to parse, as long as this many bytes of a long string.
+# Weight of one small JSON value: it takes up to 3 us to parse, as much as this number of bytes of a long string.
 VALUE_BYTES = 32
 
 
@@ -37,7 +37,7 @@ class Scan:
 
     def __init__(self) -> None:
         self.structures = 0  # strings, objects and arrays
-        self.values = 0  # commas outside strings: number of values, less one per non-empty object or array
+        self.values = 0  # commas outside strings: the number of values minus one per non-empty object or array
         self._in_string = False
         self._escaped = False  # True if the last chunk ended with a backslash that escapes the next chunk's first byte
 
@@ -86,8 +86,8 @@ class Body:
 def parse_weight(data: bytes) -> int:
     """Return the cost of parsing a JSON body: the length of a plain string that takes equally long to parse.
 
-    Values within strings count, too, since the arguments of a call are JSON in a string.  For a body of more than
-    LONG_BYTES, which is parsed on a thread anyway, it is the body's length."""
+    Values within strings count, too, since the arguments of a call are JSON in a string. A body of more than LONG_BYTES
+    is parsed on a thread anyway, so its weight is its length."""
     if len(data) > LONG_BYTES:
         return len(data)
     values = data.count(b'"') // 2 + sum(map(data.count, (b"{", b"[", b",")))

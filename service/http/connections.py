@@ -27,8 +27,8 @@ from quire.service.config import GatewayConfig
 
 PROBES = ("/ping", "/health", "/v1/health", "/healthz", "/ready", "/metrics")
 RESERVE = 64  # number of further connections for probes while all connections have a request
-OTHER_FILES = 128  # open files of other kinds: Redis, logs, libraries, listening sockets
-READ_BYTES = 16 * 1024  # maximum bytes per read of one socket; aiohttp needs 4 us for each tiny HTTP chunk in them
+OTHER_FILES = 128  # open files besides connections: Redis, logs, libraries, listening sockets
+READ_BYTES = 16 * 1024  # maximum bytes per read of one socket; aiohttp takes 4 us for each tiny HTTP chunk
 BACKLOG = 1024  # connections that the kernel queues until they are accepted
 ACCEPT = 64  # maximum connections accepted in one turn of the event loop, 0.1 ms each
 
@@ -39,7 +39,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, connections: Connections, inner: asyncio.Protocol) -> None:
         self._all, self._inner = connections, inner
         self._timer: asyncio.TimerHandle | None = None
-        self._begun = True  # True while headers are awaited or arrive, within header_timeout_s
+        self._begun = True  # headers are awaited or arriving; they must be complete within header_timeout_s
         self._entered = False  # True once the connection is counted and passed to aiohttp
         self.probes_only = False
         self.transport: asyncio.Transport | None = None
@@ -136,7 +136,7 @@ class Connections:
 
         The owner of the socket can connect, and its group if the umask allows that; other users cannot."""
         loop = asyncio.get_running_loop()
-        before = os.umask(0o077)  # strict, in case another thread creates a file meanwhile
+        before = os.umask(0o077)  # only to read the umask; strict, since another thread may create a file meanwhile
         os.umask(before | 0o007)
         try:
             self._server = await loop.create_unix_server(lambda: Connection(self, server()), path, backlog=ACCEPT)
@@ -190,7 +190,7 @@ class Connections:
 def _keep_more(server: asyncio.Server) -> None:
     """Raise the kernel's backlog to BACKLOG.
 
-    asyncio's `backlog` is also the number of connections that it accepts in one turn, so that one must be smaller."""
+    asyncio also accepts `backlog` connections in one turn, so the value passed to asyncio must be smaller."""
     for listening in server.sockets:
         with contextlib.closing(socket.fromfd(listening.fileno(), listening.family, listening.type)) as same:
             same.listen(BACKLOG)

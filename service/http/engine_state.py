@@ -29,7 +29,7 @@ PERIOD_S = 0.2  # minimum seconds between two events
 KEEP_S = 1.0  # maximum seconds between two events or comments; also between two renewals of the `watch` key in Redis
 BYTES_PER_S = 16_000  # maximum mean rate of one watcher's events
 BURST_BYTES = 64_000  # maximum bytes for one watcher at once
-SLOWEST_S = 30.0  # seconds in which a watcher must read its socket's buffer; then its connection is closed
+SLOWEST_S = 30.0  # seconds that a watcher has to read its socket's buffer before its connection is closed
 RETRY_S = 5.0  # Retry-After in seconds for watchers beyond the limit
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -57,8 +57,8 @@ class EngineStateFeed:
         self._reader: asyncio.Task[None] | None = None  # runs while there are watchers
         self._state: FleetState | None = None  # newest state; None: no state was read yet
         self._failed_at = 0.0  # event-loop time of the first failed read since the last success; 0: no failure
-        self._encoded: dict[FleetState | None, bytes] = {}  # previous state -> event that changes it to the newest
-        self._news = asyncio.Event()  # set, and replaced, by each reading
+        self._encoded: dict[FleetState | None, bytes] = {}  # previous state -> event: changes to the newest
+        self._news = asyncio.Event()  # set by each reading, and then replaced by a new event
         self._closing = asyncio.Event()
 
     async def stream(self, request: web.Request) -> web.StreamResponse:

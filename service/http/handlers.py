@@ -86,10 +86,10 @@ class Handlers:
             return await self.answers.answer(request, messages.parse, messages.PREFIX)
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        """GET /v1/streams/{id}: resume an answer, for browsers' EventSource, which can only GET.
+        """GET /v1/streams/{id}: resume an answer.  For browsers' EventSource, which can only send GET.
 
-        `id`: id of the request (from its start) or of an event (after that event).  The header Last-Event-ID, if any,
-        replaces the event in the path."""
+        `id`: id of a request (the answer begins at its start) or of an event (it continues after the event). The header
+        Last-Event-ID, if any, replaces the event in the path."""
         request_id, asked = _stream_of(request)
         last = request.headers.get("Last-Event-ID")
         had = Position.parse(last) if last else asked

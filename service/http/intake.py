@@ -47,9 +47,9 @@ from quire.service.text.tokenizer import Tokenizer
 
 Parse = Callable[[bytes, GatewayConfig, str, float, api.Served], ValidRequest]
 
-# By the format's id prefix: its names for fields of /v1/chat/completions.
+# Id prefix of an API format -> that format's names for fields of /v1/chat/completions.
 NAMES = {messages.PREFIX: messages.NAMES, RESPONSE: responses.NAMES}
-MOMENT_S = 0.001  # timeout left to a request that waited for an engine until its deadline; admission refuses it
+MOMENT_S = 0.001  # timeout of a request that waited for an engine until its deadline, so that admission refuses it
 
 
 class Accepted(NamedTuple):
@@ -154,7 +154,7 @@ class Intake:
     async def parse(
         self, request: web.Request, body: Body, parse: Parse, prefix: str, timeout_s: float
     ) -> tuple[ValidRequest, int]:
-        """Parse a body.  Returns the request, and the total bytes of body and of stored responses that it continues.
+        """Parse a body.  Returns the request, and the bytes of the body and of the stored responses that it continues.
 
         Raises Refusal."""
         config, size, holder = self._config, len(body.data), holder_of(request)
@@ -245,7 +245,7 @@ class Intake:
 def _right_to(tenant: Tenant, asked: int, meter: Meter) -> int:
     """Return the requested priority, limited to what the tenant may use.
 
-    If it had to be lowered, `priority` is named in `x-unknown-fields`."""
+    If it was lowered, `x-unknown-fields` names `priority`."""
     if (priority := tenant.priority(asked)) != asked:
         meter.record_unknown(("priority",))
     return priority

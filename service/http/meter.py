@@ -23,8 +23,8 @@ from quire.service.output.choice_delta import ChoiceDelta
 
 log = logging.getLogger("quire.request")
 
-API_PATHS = ("/v1/", "/tokenize", "/detokenize")  # prefixes of paths logged at level INFO; probes are logged at DEBUG
-NO_ROOM = (429, 503)  # statuses of refusals for lack of capacity, not for a fault of the request
+API_PATHS = ("/v1/", "/tokenize", "/detokenize")  # paths logged at INFO; others (probes) at DEBUG
+NO_ROOM = (429, 503)  # statuses of requests that were refused for lack of capacity, not for a fault of their own
 
 
 def _operation(valid: ValidRequest) -> str:
@@ -210,7 +210,7 @@ class Meter:
             telemetry.observe(metrics.PER_TOKEN, per_token)
 
     def _log(self, endpoint: str, status: int, outcome: str, seconds: float) -> None:
-        """Log the request as one line.  Probes and scrapes, which arrive all the time, have level DEBUG."""
+        """Log the request as one line.  Probes and scrapes, which are frequent, have level DEBUG."""
         level = logging.INFO if endpoint.startswith(API_PATHS) else logging.DEBUG
         if not log.isEnabledFor(level):
             return

@@ -124,7 +124,7 @@ class Middleware:
         try:
             status, response = await self._respond(request, handler)
         finally:
-            request[METER].close(endpoint, status)  # read anew: background responses replace the meter
+            request[METER].close(endpoint, status)  # read again, since background responses replace the meter
             if connection is not None:
                 connection.end_request()
         if self._capacity.draining or status in UNREAD_BODY or (connection is not None and connection.probes_only):
@@ -176,7 +176,7 @@ class Middleware:
         """Find the tenant of the request's API key.  Probes and metrics need no key.  Raises Refusal(401)."""
         if request[PATH].startswith(GUARDED) and request[PATH] not in PROBES:
             authorization = request.headers.get("Authorization", "")
-            if not authorization and (key := request.headers.get("X-Api-Key")):  # the header of Anthropic's clients
+            if not authorization and (key := request.headers.get("X-Api-Key")):  # sent by Anthropic's clients
                 authorization = f"Bearer {key}"
             request[TENANT] = self._tenants.of(authorization)
             request[OWNER] = self._tenants.owner(authorization)
@@ -203,7 +203,7 @@ def refuse(refusal: Refusal, request: web.Request) -> web.Response:
 
 
 def drop_broken_http(record: logging.LogRecord) -> bool:
-    """Filter of aiohttp's log: replace the traceback for malformed HTTP or a broken connection by one DEBUG line."""
+    """Filter for aiohttp's log: replaces the traceback for malformed HTTP or a broken connection by one DEBUG line."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, (http_exceptions.HttpProcessingError, RequestPayloadError, ConnectionError)):
         log.debug("malformed or broken HTTP: %s", " ".join(str(error).split()))

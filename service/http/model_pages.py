@@ -15,9 +15,9 @@ MOST = 1000  # maximum `limit`, as at Anthropic
 
 
 def page_of(ids: list[str], query: Mapping[str, str]) -> tuple[list[str], bool]:
-    """Return the ids of the requested page, and whether further ids follow, or precede it with `before_id`.
+    """Return the ids of the requested page, and whether further ids follow it (with `before_id`: precede it).
 
-    Raises Refusal for an invalid limit, an unknown id, and both ids together."""
+    Raises Refusal for an invalid limit, an unknown id, and `after_id` together with `before_id`."""
     limit, after, before = query.get("limit"), query.get("after_id"), query.get("before_id")
     if after is not None and before is not None:
         raise bad_request("invalid_value", "before_id: it excludes after_id", "before_id", None, before)

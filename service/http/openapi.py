@@ -163,7 +163,7 @@ def _describe(schema: dict[str, Any], endpoint: fields.Endpoint | None, config: 
 
 
 def _bounds(config: GatewayConfig) -> Iterator[tuple[str, str]]:
-    """Yield (field, text of its bound) for every limit."""
+    """Yield (field, its bound as text) for every limit."""
     for limit in LIMITS.values():
         if text := limit.text(config):
             for field in limit.field.split(", "):

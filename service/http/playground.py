@@ -2,8 +2,8 @@
 
     GET /              web/index.html
     GET /web/{name}    the files of web/: plain ES modules, styles, the icon
-    GET /docs          the same HTML with api_docs/docs.js instead, which draws /openapi.json
-    GET /docs/{name}   the files of api_docs/, needed by the API reference only
+    GET /docs the same HTML with api_docs/docs.js instead of web/app.js: draws /openapi.json GET /docs/{name} the files
+    of api_docs/, needed by the API reference only
 
 The files are read once, at start.  The pages use relative URLs, so they work under any path prefix.  A browser
 revalidates a file each time, and gets 304 if it has not changed.  The Content-Security-Policy lets the pages load
@@ -41,7 +41,7 @@ HEADERS = {
 
 
 class Playground:
-    """The files of both pages, in memory."""
+    """The files of the playground and the API reference, in memory."""
 
     def __init__(self, prefix: str = "") -> None:
         """`prefix`: optional prefix of all paths, without a slash at its end."""
@@ -57,7 +57,7 @@ class Playground:
         self._tags = {name: f'"{hashlib.sha256(body).hexdigest()[:16]}"' for name, (body, _) in self._files.items()}
 
     def routes(self) -> list[web.RouteDef]:
-        """Return the routes of both pages, without the prefix."""
+        """Return the routes of the two pages, without the prefix."""
         return [
             web.get("/", self.index),
             web.get("/web/{name:.+}", self.web_file),

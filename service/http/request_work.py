@@ -18,9 +18,10 @@ from quire.service.http.middleware import Capacity
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LAST_READ_S = 30.0  # seconds after the deadline for a client to read its answer; then its connection is closed
-# A body of a larger weight (bodies.py) is parsed on a thread, which releases the GIL every GIL_SWITCH_S (app.py).  If
-# 32 bodies of this weight arrive in one turn of the event loop (pacing.TURN_EVENTS), parsing takes up to 45 ms.
+LAST_READ_S = 30.0  # seconds after a request's deadline until the connection of a client that does not read is closed
+# Maximum weight (bodies.parse_weight) of a body that is parsed on the event loop. If 32 such bodies arrive in one turn
+# (pacing.TURN_EVENTS), parsing takes up to 45 ms. A thread parses others, and releases the GIL every GIL_SWITCH_S
+# (app.py).
 INLINE_BYTES = 16 * 1024
 WRITE_BYTES = 256 * 1024  # bytes of a long answer that are written before other requests run
 
@@ -49,11 +50,11 @@ class RequestWork:
         return response
 
     async def offload(self, weight: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `work` for a request whose body has this `parse_weight`: inline up to INLINE_BYTES, else on a thread."""
+        """Call `work` for a body of this `parse_weight`: up to INLINE_BYTES on the event loop, else on a thread."""
         return await self._threads.run(weight, work, *args, **kwargs)
 
     def max_tokens(self) -> int:
-        """Return the maximum prompt tokens of a request: `max_prompt_tokens` or the context length, the larger one."""
+        """Return the maximum prompt tokens of a request: the larger of `max_prompt_tokens` and the context length."""
         return max(self._config.max_prompt_tokens, self._streams.fleet_watch.max_model_len or 0)
 
 

@@ -96,5 +96,5 @@ class ResponseEndpoints:
         return await self._work.write(request, [msgspec.json.encode(gone)])
 
     async def input_items(self, request: web.Request) -> web.StreamResponse:
-        """GET /v1/responses/{id}/input_items: the input of one response, without that of earlier responses."""
+        """GET /v1/responses/{id}/input_items: the input of one response, without the input of earlier responses."""
         return await self._work.write(request, [await self._stored.input_items(request)])

@@ -40,16 +40,14 @@ from quire.service.output.choice_delta import ChoiceDelta
 
 log = logging.getLogger("quire.gateway")
 
-# Not followed by a blank line: after an id, OpenAI's client reads a single blank line as an event without data and
-# fails.
+# No blank line follows it: after an id, OpenAI's client takes a single blank line for an event without data, and fails.
 KEEP_ALIVE = b": keep-alive\n"
-# Keep-alive for clients without event ids.  Two line ends: a client that splits the stream at blank lines gets an empty
-# part, and the next part still begins with `data: `.
+# Keep-alive for clients without event ids. It has two line ends, so a client that splits the stream at blank lines gets
+# an empty part, and its next part still begins with `data: `.
 BLANK_LINES = b"\n\n"
 RETRY = b"retry: 100\n"  # milliseconds until a client reconnects after this gateway broke off the stream at shutdown
-# Maximum bytes buffered for a slow client, plus one event: in asyncio's write buffer, and in the kernel.  The kernel
-# doubles its value; by default it would buffer megabytes.  Further output waits as tokens, which take a fiftieth of
-# the memory.
+# Maximum bytes buffered for a slow client, besides one event: in asyncio's write buffer, and in the kernel.  The kernel
+# doubles its value; by default it would buffer megabytes.  Further output waits as tokens, in a fiftieth of the memory.
 WRITE_BUFFER_BYTES, SEND_BUFFER_BYTES = 16 * 1024, 32 * 1024
 TURN_BYTES = 64 * 1024  # bytes of events built for one request before other requests run; 1 to 3 ms of work
 HEADERS = {
@@ -72,8 +70,8 @@ async def write(
 ) -> web.StreamResponse:
     """Stream an answer to its end.  Before each write, calls `sent` with the number of tokens sent, per choice.
 
-    `waiting`: the request's queue position.  `silent()`: whether a keep-alive is due, because nothing was written for
-    too long; tokens may have arrived whose text is held back.
+    `waiting`: the request's queue position. `silent()`: whether a keep-alive is due because nothing was written for too
+    long, even if tokens have arrived whose text is held back.
 
     Raises Refusal while nothing was sent; later errors are sent as an event.  Raises ConnectionError when the client
     has left.  Raises HandedOver, from `deltas`, when the client shall resume at another gateway.  The stream then
@@ -90,7 +88,7 @@ async def write(
                 sent(form.tokens)  # before the write, since even a failed write may deliver a part of the data
                 await response.write(data)
                 await request.writer.drain()  # aiohttp by itself waits only after every 64 KiB
-        if response is None:  # the client resumed after the last choice had ended
+        if response is None:  # the client already has all deltas: it resumed after the last choice had ended
             response = await begin(request, _headers(form, waiting))
         await form.prepare_end(pacer or Pacer())
         last = form.usage_chunk() + form.done()

@@ -21,7 +21,7 @@ from quire.engine.wire.records import Fleet
 # An answer's id has 20 random digits.  Names of sequences show only the first 8: on a gateway without API keys, the
 # complete id would let any watcher read the answer.
 RANDOM_DIGITS, SHOWN_DIGITS = 20, 8
-FEW = 256  # with at most this many patches an event contains the patches, without a comparison with the complete map
+FEW = 256  # maximum number of patches that an event contains without comparing their size with the map's
 # Cell value -> (kind, references): free, cached, in one block table, shared by several block tables.
 KINDS = [(0, 0), (1, 0), (2, 1), *((3, refs) for refs in range(2, 255))]
 RUN_BYTES = 8  # bytes per run of blocks in SequenceBlocks.runs
@@ -33,7 +33,7 @@ class EngineState(msgspec.Struct, frozen=True):
     """State of one engine in one snapshot."""
 
     figures: dict[str, int]  # load and sizes, by field name of the event
-    cells: bytes | None  # map of the block pool, see PoolState; None: the engine publishes none
+    cells: bytes | None  # map of the block pool (see PoolState); None: the engine publishes no map
     sequences: dict[str, bytes]  # name of a sequence -> runs of its blocks, see SequenceBlocks
 
 
@@ -45,7 +45,7 @@ class FleetState(msgspec.Struct, frozen=True, eq=False):
     engines: dict[str, EngineState]
 
     def equals(self, other: FleetState) -> bool:
-        """Return whether both states are equal except for their times."""
+        """Return whether this state equals another one, except for the time."""
         return self.lanes == other.lanes and self.engines == other.engines
 
     @property
@@ -177,7 +177,9 @@ def _runs(cells: bytes) -> list[tuple[int, int, int]]:
 
 
 def _xor(number: int, cells: bytes) -> bytes:
-    """Return the bytewise XOR of `number` and `cells`: 0 for equal bytes.  One big-integer operation, for speed."""
+    """Return the bytewise XOR of `number` and `cells`: 0 for equal bytes.
+
+    One operation on big integers does this fast."""
     return (number ^ int.from_bytes(cells)).to_bytes(len(cells))
 
 

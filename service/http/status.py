@@ -70,7 +70,7 @@ class Status:
         self._names, self._adapters = names, adapters
         self._telemetry, self._capacity = telemetry, capacity
         self._created = int(time.time())
-        self._logged_trouble: str | None = None  # last logged reason, so that a lasting one is logged once
+        self._logged_trouble: str | None = None  # last reason that was logged, so that each is logged once
 
     async def models(self, request: web.Request) -> web.Response:
         """GET /v1/models.  A thread writes the answer, because 10,000 adapters take longer than one turn of the loop.
@@ -83,7 +83,7 @@ class Status:
         return web.Response(body=body, content_type="application/json")
 
     def _list(self, ids: list[str], adapters: dict[str, ServedAdapter], *, has_more: bool, codex: bool) -> bytes:
-        """Return the list of models as JSON.  `codex`: with the list `models` that Codex needs."""
+        """Return the list of models as JSON.  `codex`: add the list `models`, which Codex needs."""
         listed: dict[str, object] = {"object": "list", "data": [self._card(name, adapters.get(name)) for name in ids]}
         # Fields of a page in Anthropic's format.
         listed |= {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None, "has_more": has_more}
@@ -162,7 +162,7 @@ class Status:
         return None if trouble is None else NO_REDIS
 
     async def ping(self, request: web.Request) -> web.Response:
-        """GET /ping: liveness of this process alone.  On 503 it must be restarted."""
+        """GET /ping: liveness of this process alone.  If the status is 503, the process must be restarted."""
         if self._streams.supervisor.dead:
             return web.Response(text=self._redis_trouble() or NO_REDIS, status=503)
         return web.Response(text="pong")

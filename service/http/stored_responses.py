@@ -34,7 +34,7 @@ log = logging.getLogger("quire.gateway")
 
 T = TypeVar("T")
 
-EARLY_MS = 10_000  # ms beyond its deadline for which a running response stays stored, so that its end can be stored
+EARLY_MS = 10_000  # ms that a running response stays stored after its deadline, so that its final state can be stored
 ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[0-9a-f]{4}")  # id of an output item: digits of its response, its index
 PAGE, PAGES = 20, 100  # items per page of GET .../input_items: default and maximum
 
@@ -142,7 +142,7 @@ class StoredResponses:
         return found
 
     async def history(self, holder: str, response_id: str | None) -> list[Turn]:
-        """Return the chain of a response and of all that it continues, oldest first: (input, response) as JSON.
+        """Return a response and all responses that it continues, oldest first, each as (input, response) in JSON.
 
         Raises Refusal."""
         if not response_id:
@@ -165,7 +165,7 @@ class StoredResponses:
         return [(one.input, one.body) for one in reversed(chain.found)]
 
     async def items(self, holder: str, ids: list[str]) -> dict[str, Item]:
-        """Return the output items with these ids from stored responses; unknown ids are left out.  Raises Refusal.
+        """Return the output items with these ids from stored responses; unknown ids are ignored.  Raises Refusal.
 
         An item's id contains its response's id, so each response is read once."""
         wanted = {PREFIX + match[1] for item in ids if (match := ITEM_ID.fullmatch(item))} if self._ttl_ms else set()

@@ -19,7 +19,7 @@ class WebGuard:
     ) -> None:
         """`host`: address to listen on.  `guarded`: requests need an API key, which pages of other sites lack."""
         self._allowed = frozenset(name.strip("[]").lower() for name in allowed_hosts)
-        # On other addresses than loopback the valid host names are unknown: a proxy or Kubernetes checks them.
+        # If the address is not loopback, the valid host names are unknown here: a proxy or Kubernetes checks them.
         self._checks_host = bool(self._allowed) or (not guarded and is_loopback(host))
         self._guarded, self._cors = guarded, cors or Cors(())
 
@@ -38,9 +38,9 @@ class WebGuard:
 
 
 def metrics_guard(host: str, allowed_hosts: Iterable[str]) -> Callable[..., Awaitable[web.StreamResponse]]:
-    """Return a middleware for the metrics port, which needs no API key: on loopback it checks Host as WebGuard does.
+    """Return a middleware for the metrics port, which needs no API key.  On loopback it checks the Host header.
 
-    On other addresses a scraper may use any host name, even if `allowed_hosts` limits the names for the API."""
+    On other addresses a scraper may use any host name, even if `allowed_hosts` limits the host names of the API."""
     guard = WebGuard(host=host, guarded=False, allowed_hosts=allowed_hosts if is_loopback(host) else ())
 
     @web.middleware

@@ -140,7 +140,7 @@ class Tools:
         return self._outlines.get(name, {})
 
     def is_text(self, name: str, argument: str) -> bool:
-        """Return whether an argument is a string, whatever its text is."""
+        """Return whether an argument's text is always a string: no other type is declared."""
         types = self._types.get(name, {}).get(argument, [])
         return not types or types == ["string"]
 
@@ -185,7 +185,7 @@ class ArgumentText:
 
 
 def typed(text: str, types: list[str], repair: Repair | None = None) -> str:
-    """Convert a text to JSON as the first type in `types` of which it is a value, else as a string.
+    """Convert a text to JSON: as a value of the first of `types` that fits, else as a string.
 
     Exact JSON of a type takes precedence over looser spellings: if `types` has boolean and integer, "1" is an integer.
     `repair`: a Repair that has already read the text."""

@@ -22,8 +22,8 @@ NO_ITEMS = re.compile(r"\[\s*\]")
 _ID_MEMBER = re.compile(rf"""["']?(?:{_BESIDE})["']?\s*[:=]\s*(?:"[\w.:-]*"|'[\w.:-]*'|[\w.:-]+)\s*""")
 
 End = Literal["", "cut", "whole"]  # end of the answer: not reached; cut by a limit; ended by the model
-CallPart = tuple[str | None, str]  # (name or None, a part of a call's arguments), or (TEXT, text that is content)
-TEXT = ""  # in place of a name: the part is content
+CallPart = tuple[str | None, str]  # (name in a call's first part, else None; a part of its arguments), or (TEXT, content)
+TEXT = ""  # stands for a name in a part that is content
 
 
 class Status(Enum):

@@ -151,10 +151,10 @@ class _JsonCall:
         self._arguments: list[str] = []  # JSON of the arguments that was not emitted yet
         self._complete = False  # the arguments were read to their end
         self._filled = False  # the complete arguments are more than an empty object
-        self._is_rest = False  # the complete arguments were emitted
+        self._is_rest = False  # the arguments were emitted; the object's other members follow
         self._pairs = self._words = 0  # number of colons before the arguments, and of bare values before the name
         self._extra = False  # the object has keys that do not belong to a call
-        self._member: list[str] = []  # text since the last value, while the key is none of a call
+        self._member: list[str] = []  # text since the last value, unless a member of the call is open
         self._keyed: tuple[str, str] | None = None  # member whose key is the name of a function, and its JSON
         self._beside: list[str] = []  # members that do not belong to a call, as the model wrote them
 
@@ -221,7 +221,7 @@ class _JsonCall:
         return self.committed
 
     def _commit_keyed(self) -> bool:
-        """Emit the call of an object with one member, whose key is a function's name.  Returns whether it is one."""
+        """Emit the call if the object's only member has a function's name as its key.  Returns whether it was emitted."""
         if self._keyed is None or self._beside or self._arguments:
             return False
         (name, value), self._keyed = self._keyed, None
@@ -344,9 +344,7 @@ class _JsonList:
             self._json.complete()
             self._text.append(self._json.take())
         context, text = self._context, "".join(self._text)
-        if (
-            NO_ITEMS.fullmatch(text.strip()) and not context.notation.bare
-        ):  # some models write an empty list if they call no tool
+        if NO_ITEMS.fullmatch(text.strip()) and not context.notation.bare:  # some models write [] if they call no tool
             return True
         calls = calls_of(text, context.notation)
         if calls is None:

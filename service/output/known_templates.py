@@ -13,7 +13,7 @@ DATA = Path(__file__).with_name("response_templates.json")
 
 
 class _Known(msgspec.Struct, forbid_unknown_fields=True):
-    """The response template for chat templates with a digest, or with certain texts."""
+    """An entry of the data file: which response template belongs to which chat templates."""
 
     response_template: str  # name of the response template
     sha256: str = ""  # digest of the chat template, as `digest` computes it
@@ -25,7 +25,7 @@ class _Data(msgspec.Struct, forbid_unknown_fields=True):
     """Content of `response_templates.json`."""
 
     chat_templates: list[_Known]  # a matching digest counts first, then the first entry whose texts match
-    call_notations: dict[str, dict[str, Any]]  # notations of several families, which `like` names
+    call_notations: dict[str, dict[str, Any]]  # tool-call notations that several families share, by the name in `like`
     response_templates: dict[str, dict[str, Any]]
 
 
@@ -42,7 +42,7 @@ def known() -> _Data:
 
 
 def _filled(notation: dict[str, Any], shared: dict[str, dict[str, Any]], parts: dict[str, str]) -> dict[str, Any]:
-    """Return a notation with the keys of the one that it is `like`, and with {mark} and {rest} filled in."""
+    """Return a notation with the keys of the shared notation in `like`, and with texts instead of {mark} and {rest}."""
     own = {key: value for key, value in notation.items() if key != "like"}
     whole = {**shared[notation["like"]], **own} if "like" in notation else own
     opens = whole.get("open_pattern", "")

@@ -12,8 +12,8 @@ Valid JSON is not changed, white space included.  Other text is repaired, by one
 - an object or a list nested deeper than DEPTH becomes a string with its text
 - extra or missing commas and missing or wrong closing brackets are corrected; a missing value becomes null
 
-Some text is `BAD`: text that does not begin with a value.  While `strict`, also a key without a colon or a value, and
-anything but a comma, a quote or a bracket after a value.
+Text is `BAD` if it does not begin with a value.  While `strict`, it is also `BAD` if a key has no colon or no value, or
+if anything but a comma, a quote or a bracket follows a value.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class JsonReader:
         return at, Event.MORE
 
     def flush(self) -> None:
-        """Emit the open bare word, although no more text comes and open objects stay incomplete."""
+        """Emit the open bare word of a text that was cut.  Open objects stay incomplete."""
         if self._state is _State.WORD:
             self._end_word()
 

@@ -15,7 +15,7 @@ _SPACE = re.compile(r"(?:\\[snrt]|[ \n\t]|\[(?:\\[snrt]|[ \n\t])+\])(?:[*+?]\??)
 _LITERAL = re.compile(r"\\(\W)|([^\\.^$*+?{}\[\]|()])", re.DOTALL)
 _REPEAT = re.compile(r"[*?]|\{0?,")  # quantifiers that allow zero repetitions
 _QUANTIFIER = re.compile(r"(?:[*+?]|\{[\d,]+\})[+?]?")
-MOST = 64  # maximum number of beginnings of one branch that alternatives within it may produce
+MOST = 64  # maximum number of beginnings that alternatives within one branch may produce
 _GROUP = re.compile(r"\((?:\?:|\?P<\w+>|(?!\?))")
 
 
@@ -25,7 +25,7 @@ def beginnings(pattern: str) -> list[str]:
 
 
 def fixed(patterns: Iterable[str], least: int = 3) -> list[str]:
-    """Return the beginnings of all patterns with at least `least` characters; shorter ones occur in any text."""
+    """Return the beginnings of patterns that have at least `least` characters; shorter ones occur in any text."""
     return list(dict.fromkeys(text for one in patterns for text in beginnings(one) if len(text) >= least))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 WINDOW = 512  # maximum length of a marker in characters; a longer marker is text
-KNOWN_CHARS = 2**16  # maximum size of the cache of first characters; with more, any character may begin a marker
+KNOWN_CHARS = 2**16  # maximum size of the cache of first characters; beyond it, any character may begin a marker
 # Finds patterns whose match depends on the text before it.
 _LOOKS_BEHIND = re.compile(r"\(\?<[=!]|\\[bBGmM]|(?<!\[)\^")
 
@@ -45,7 +45,8 @@ class Markers:
 
     def __init__(self, markers: list[Marker]) -> None:
         self._markers = markers
-        # Characters that were tested as the first of a marker, and for each that may be first, its markers.
+        # Characters that were tested as first characters of markers; and first character -> markers that may begin with
+        # it.
         self._known, self._begin = set[str](), dict[str, list[Marker]]()
         self._last = ""  # last text whose characters were all tested
         # Regex of characters that may begin a marker.  None: any character may, since a pattern has a lookbehind.
@@ -101,7 +102,7 @@ class Markers:
         if at == 0:
             yield 0
         first = max(at, 1)
-        if self._candidates is not None and text is not self._last:  # a text is searched from each marker on
+        if self._candidates is not None and text is not self._last:  # after each marker, the same text is searched on
             self._learn(text)
             self._last = text
         if self._candidates is None or len(self._known) > KNOWN_CHARS:

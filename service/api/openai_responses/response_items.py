@@ -386,7 +386,7 @@ def _call_id(param: str, item: Item) -> str:
 
 
 def _tool_names(tools: Any) -> list[str]:
-    """Return the names, in the chat, of the tools that a tool search has found."""
+    """Return the names by which the model sees the tools that a tool search has found."""
     return [
         joined(tool["name"], namespace)
         for _, namespace, tool in each_tool([tool for tool in tools or () if isinstance(tool, dict)])

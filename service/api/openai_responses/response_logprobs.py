@@ -1,8 +1,8 @@
 """Log probabilities of `/v1/responses`: assigns each entry to the text block that contains the bytes of its token.
 
-    deltas --ResponseLogprobs.add--> entries that wait --grow, when a block's text is sent--> that block's entries
+    deltas --ResponseLogprobs.add--> waiting entries --grow, when a block's text is sent--> that block's entries
 
-An entry may arrive after its text was sent, if the token also contains bytes that are not text of the block.
+An entry may arrive after its text was sent, if its token also contains bytes that are not part of the block's text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ResponseLogprobs:
 
     def __init__(self, valid: ValidRequest, vocabulary: list[bytes]) -> None:
         self._format = LogprobFormat(valid, vocabulary)
-        self._waiting: deque[tuple[Entry, int]] = deque()  # entries with the bytes of their text
+        self._waiting: deque[tuple[Entry, int]] = deque()  # (entry, size of its text in bytes)
         self._due: deque[list[int]] = deque()  # [block, number of bytes of its text that have no entry yet]
         self._found: dict[int, list[Entry]] = {}  # block -> its entries
 

@@ -2,7 +2,7 @@
 
     ResponsesBody, stored history --chat_of--> ChatBody --api.chat_request--> ValidRequest --as for every chat--> deltas
 
-`chat_request` checks the fields that both formats share; `NAMES` translates field names in its refusals.
+`chat_request` checks the fields that this format shares with chats; `NAMES` translates field names in its refusals.
 """
 
 from __future__ import annotations
@@ -113,14 +113,14 @@ class _Wanted(msgspec.Struct):
 
 
 class Wanted(NamedTuple):
-    """The references of a request to stored responses."""
+    """The stored responses and items to which a request refers."""
 
     previous: str | None  # `previous_response_id`
-    items: list[str]  # ids of output items in `item_reference` items
+    items: list[str]  # ids of stored output items, named by `item_reference` items
 
 
 def wanted_of(body: bytes, config: GatewayConfig) -> Wanted:
-    """Return the references of a body to stored responses.  Raises Refusal."""
+    """Return the stored responses and items to which a body refers.  Raises Refusal."""
     found: _Wanted = decode(body, _Wanted, config)
     items = [] if isinstance(found.input, str) else found.input
     return Wanted(found.previous_response_id, [item.id for item in items if isinstance(item.id, str) and item.refers])
@@ -137,7 +137,7 @@ def parse(
 ) -> ValidRequest:
     """Parse the body of POST /v1/responses.  Raises Refusal.
 
-    `earlier`: items of the responses that it continues.  `items`: id -> stored item, for its references."""
+    `earlier`: items of the responses that the request continues.  `items`: id -> stored item, for its references."""
     asked, unknown = decode_all(body, ResponsesBody, "responses", config)
     given = resolved(with_ids(asked.input), items or {})
     stored, skipped = _stored(asked, config), Skipped(config)
@@ -161,7 +161,7 @@ def parse(
 
 
 def _stored(asked: ResponsesBody, config: GatewayConfig) -> bool:
-    """Return whether the response will be stored.  Raises Refusal for fields that need the disabled store."""
+    """Return whether the response will be stored.  Raises Refusal for fields that need storage if it is disabled."""
     stored = config.responses_ttl_s > 0 and asked.store is not False
     needed = "store" if asked.store else "background" if asked.background else ""
     if needed and not config.responses_ttl_s:

@@ -2,7 +2,7 @@
 
     {"type": "shell_call", "action": {"timeout": 1.50}} --as_written--> {..., "action": {"timeout": Written("1.50")}}
 
-Only the prompt gets the original spelling; stored and listed items have Python's, in which 1.50 becomes 1.5.
+Only the prompt gets the original spelling. In stored and listed items, Python's spelling turns 1.50 into 1.5.
 """
 
 from __future__ import annotations
