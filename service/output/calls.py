@@ -22,7 +22,7 @@ NO_ITEMS = re.compile(r"\[\s*\]")
 _ID_MEMBER = re.compile(rf"""["']?(?:{_BESIDE})["']?\s*[:=]\s*(?:"[\w.:-]*"|'[\w.:-]*'|[\w.:-]+)\s*""")
 
 End = Literal["", "cut", "whole"]  # end of the answer: not reached; cut by a limit; ended by the model
-CallPart = tuple[str | None, str]  # (name in a call's first part, else None; a part of its arguments), or (TEXT, content)
+CallPart = tuple[str | None, str]  # (name, only in a call's first part; arguments), or (TEXT, content)
 TEXT = ""  # stands for a name in a part that is content
 
 

@@ -221,7 +221,7 @@ class _JsonCall:
         return self.committed
 
     def _commit_keyed(self) -> bool:
-        """Emit the call if the object's only member has a function's name as its key.  Returns whether it was emitted."""
+        """Emit the call if the key of the object's only member is a function's name.  Returns whether it is."""
         if self._keyed is None or self._beside or self._arguments:
             return False
         (name, value), self._keyed = self._keyed, None

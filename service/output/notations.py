@@ -40,12 +40,12 @@ EXTENDED = (
     "alone", "also", "bare", "drop", "names", "arguments", "keyed", "argument", "hides_markers", "example", "call_id",
     "tag",
 )  # fmt: skip
-LINE = r"\A\s*"  # in an opening marker: it counts only at the beginning of the answer, of a line, or after a marker
+LINE = r"\A\s*"  # begins an opening marker that counts only at the start of the answer or of a line, or after a marker
 _PLACE = re.compile(r"\{(\w+)(?:\.(\w+))?\}")
 _VALUE = "(?P<value>.*?)"
 SHOWN = "(?P<shown>"
 NAMES, ARGUMENTS = ("name",), ("arguments", "parameters")
-# Keys that some models write instead.  They count only with a name or with an object as their value.
+# Keys that some models write instead of NAMES and ARGUMENTS. They count only if their value is a name or an object.
 OTHER_NAMES = ("tool_name", "function_name", "tool")
 OTHER_ARGUMENTS = ("args", "input", "params", "tool_input", "kwargs")
 
@@ -83,15 +83,15 @@ class Notation(msgspec.Struct, frozen=True, eq=False):
     argument: tuple[str, str] = ("", "")  # patterns of the tags around an argument
     tag: Any = None  # pattern of a tag that names an argument
     hides_markers: bool = False
-    described: Any = None  # field compiled by transformers, for calls that only transformers can parse
+    described: Any = None  # field as compiled by transformers, for a notation that only transformers can parse
 
     @property
     def is_lined(self) -> bool:
-        """Whether its opening marker counts only at the beginning of a line."""
+        """Whether the opening marker counts only at the beginning of a line."""
         return bool(self.open.pattern.pattern.startswith(LINE))
 
     def holds_nothing(self, text: str) -> bool:
-        """Return whether the text after an opening marker is blank, or only closes it."""
+        """Return whether the text after an opening marker is only white space or the closing marker."""
         text = text.strip()
         return not text or (self.close is not None and self.close.pattern.fullmatch(text) is not None)
 
@@ -240,9 +240,9 @@ def _tags(field: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def _shape(field: dict[str, Any]) -> tuple[str, str, str] | None:
-    """Return (marker group of a call's name, or ""; key of the name, or ""; key of the arguments, or "").
+    """Return how a call's parts are found: (marker group of its name, key of its name, key of its arguments).
 
-    None if calls of this field have another shape."""
+    "" stands for a part that is not found in this way.  Returns None if calls of this field have another shape."""
     transform = field.get("transform", "{content}")
     call = transform.get("function", transform) if isinstance(transform, dict) else transform
     if call == "{content}":
@@ -277,9 +277,9 @@ def text_of_calls(described: dict[str, Any], key: str) -> str:
 
 
 def free_patterns(template: Template, described: dict[str, Any]) -> tuple[str, ...]:
-    """Return the patterns of markers that may stand in an answer anywhere: all but those of calls and reasoning.
+    """Return the patterns of markers that may occur anywhere in an answer: all but those of calls and reasoning.
 
-    Markers of reasoning are among them if there is no single pair of them."""
+    Markers of reasoning are included unless the template has exactly one pair of them."""
     fields = template.fields if reasoning_texts(described) is None else []
     anchors = [*template.drop, *(anchor for field in fields for anchor in (field.open, field.close) if anchor)]
     return tuple(anchor.pattern.pattern for anchor in anchors)
@@ -288,7 +288,8 @@ def free_patterns(template: Template, described: dict[str, Any]) -> tuple[str, .
 def reasoning_texts(described: dict[str, Any]) -> tuple[str, str] | None:
     """Return the opening and closing marker of reasoning; None if there is no single pair of plain texts.
 
-    Of several closing markers, the first is the model's own; the others are beginnings of text after the reasoning."""
+    If there are several closing markers, the first one is the model's; the others begin the text after the
+    reasoning."""
     found = [field for name, field in described["fields"].items() if KINDS.get(name) == "reasoning"]
     opens, closes = ([*_texts(found[0], (key,))] if len(found) == 1 else [] for key in ("open", "close"))
     return (opens[0], closes[0]) if len(opens) == 1 and closes else None

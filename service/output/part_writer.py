@@ -53,7 +53,7 @@ class PartWriter:
         strips_content  drop white space of the content next to markers
         unsplit         names of tools whose calls become one delta once they are complete"""
         self._unsplit = unsplit
-        self._open = CallDelta(-1, None, "")  # call that becomes one delta; index -1: none
+        self._open = CallDelta(-1, None, "")  # open call that will become one delta; index -1: no such call
         self._keeps_text, self._strips_content = keeps_text, strips_content
         self.field: Field | None = None  # the open region; None: the content
         self.calls = 0  # number of calls
@@ -62,7 +62,7 @@ class PartWriter:
         self._held: list[str] = []  # white space that is held back, since a marker may follow
         self._junk: list[str] = []  # brackets and commas after a call, held back
         self._dropped = ""  # white space that was dropped before the last marker
-        self.empty = self.blank_line = True  # whether the answer, and its last line, has only white space so far
+        self.empty = self.blank_line = True  # the answer, and its last line, have only white space so far
         self._new: list[Part] = []
 
     @property
@@ -81,7 +81,7 @@ class PartWriter:
         return found
 
     def start_answer(self) -> None:
-        """Drop all parts, which came from the prompt: it may even contain an earlier message with calls."""
+        """Drop all parts so far, which come from the prompt: it may even contain an earlier message with calls."""
         self._held, self._junk, self.calls = [], [], 0
         self.take()
 
@@ -159,7 +159,7 @@ class PartWriter:
         self._dropped, self.after_call = "", False
 
     def end_in_call(self) -> None:
-        """Close the reasoning, since the answer ends with calls within it."""
+        """Close the reasoning, since the answer ends with calls in the reasoning."""
         self._held, self.field = [], None
 
     # -- text

@@ -3,8 +3,8 @@
     text --markers--> content | reasoning | a reader of calls --RegionReader--> content, reasoning, calls
 
 A response template defines the markers that open and close a region, and the notation of tool calls (`notations.py`).
-A model may ship one in its tokenizer_config.json.  For models that ship none, `response_templates.json` has one per
-known chat template.  There is no code per model.
+A model may have a response template in its tokenizer_config.json.  For other models, `response_templates.json` has one
+per known chat template.  There is no code per model.
 
 The result of a `RegionReader` after N tokens depends on these tokens alone.  So any gateway can resume an answer, even
 inside its reasoning or a tool call.  The time is linear in the number of characters.
@@ -12,7 +12,7 @@ inside its reasoning or a tool call.  The time is linear in the number of charac
 White space next to a marker belongs to the marker.  A tool call that cannot be read becomes content, unchanged.
 Arguments in JSON are passed on as the model writes them, and repaired if they are not valid JSON (`lenient_json.py`).
 
-A tool call inside the reasoning stays reasoning.  But if the answer ends with it, the model forgot to close its
+A tool call inside the reasoning stays reasoning.  But if the answer ends with the call, the model forgot to close its
 reasoning, and the call counts.  So the text of such a call, a draft, is held back until the text after it is known.
 """
 
@@ -112,19 +112,19 @@ class RegionReader:
         template = watches.template
         # First characters of calls that count only at the beginning of a line.
         self._initials = self._tools.initials | watches.begin_line if watches.begin_line is not None else frozenset()
-        self._line = False  # the text up to here ends with a line end, and nothing of it is held back
+        self._line = False  # the text read so far ends with a line end, and none of it is held back
         self.out = PartWriter(keeps_text=template.keeps_text, strips_content=template.strips, unsplit=reading.unsplit)
         self.ended = False  # True after the only call that the request allows
-        # Text from position `_at` on is unread.  Of the text before it, one character is kept for lookbehind.
+        # Text from position `_at` on is unread. One character before it is kept, for lookbehind in patterns.
         self._text, self._at = "", 0
         self._zero = -1  # position of the last empty match of a marker, so that it is not matched again
         self._clear = 0  # position before which no marker closes the reasoning
-        self._tail = ""  # end of the text that may be the beginning of the marker which closes the reasoning
+        self._tail = ""  # end of the text, if it may begin the marker that closes the reasoning
         self._call: CallReader | None = None
         self._notation: Notation | None = None
-        self._raw: list[str] | None = None  # text of the open call while it may become content, else None
+        self._raw: list[str] | None = None  # text of the open call while the call may still become content, else None
         self._fenced = False  # the last call began with a code fence
-        self._broken = False  # closing markers belong to a call that became content
+        self._broken = False  # the next closing markers belong to a call that became content
         self._draft: list[str] | None = None  # text of calls within the reasoning
         self._drafted: list[CallPart] = []  # parts of these calls
         self.push(reading.opening)
@@ -338,7 +338,7 @@ class RegionReader:
         """Turn a call that cannot be read into content, unless a part of it was already emitted."""
         raw, notation = self._raw, self._notation
         self._call, self._raw = None, None
-        if raw is None or notation is None:  # the call was emitted; only the text after it is broken
+        if raw is None or notation is None:  # the call was emitted; only the text after it cannot be read
             self.out.after_call = self.out.after_marker = True
         elif self.out.calls and not notation.captured and notation.holds_nothing("".join(raw[1:])):
             self._end_call()
@@ -353,7 +353,7 @@ class RegionReader:
     def _is_closed(self, end: End) -> bool:
         """Return whether the unread text closes the reasoning.
 
-        An end of the text that may be the beginning of the closing marker moves to `_tail`."""
+        If the end of the text may begin the closing marker, it moves to `_tail`."""
         field = self.out.field
         assert field is not None
         match, upto = self._watches.closing[field].next(
@@ -404,14 +404,14 @@ class RegionReader:
         return Status.MORE
 
     def _release_draft(self) -> None:
-        """Write the tool calls inside the reasoning as its plain text."""
+        """Write the tool calls inside the reasoning as plain reasoning text."""
         assert self._draft is not None
         text, self._draft, self._call = "".join(self._draft), None, None
         self._drafted = []
         self.out.add_text(text)
 
     def _end_draft(self, end: End) -> None:
-        """End an answer with tool calls at the end of its reasoning: complete ones count, unless a limit cut it."""
+        """End an answer whose reasoning ends in tool calls: complete calls count, unless a limit cut the answer."""
         if end == "cut" or self._call is not None or not any(name for name, _ in self._drafted):
             self._release_draft()
             return

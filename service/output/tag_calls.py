@@ -24,11 +24,11 @@ class TagCalls(SteppedCalls):
         self._keys = set[str]()
         self._pairs = 0  # number of arguments begun; differs from len(_keys) if a key is repeated
         self._key: str | None = None  # name of the open argument
-        self._is_text = False  # whether the open argument is a string, whatever its text is
+        self._is_text = False  # the open argument is a string, whatever its text looks like
         self._value = ArgumentText([])
-        self._streams = False  # whether the open argument is emitted while it is written
+        self._streams = False  # the open argument is emitted while the model writes it
         self._strings: JsonStrings | None = None  # set while the open argument may be an object or a list
-        self._follows = True  # whether markers within strings of JSON count as text
+        self._follows = True  # markers within strings of JSON count as text
         self._marker: int | None = None  # offset, from the reader's position, of the first marker in a JSON string
         self._searched = 0  # characters, from the reader's position, in which no end of the value was found
 
@@ -105,8 +105,8 @@ class TagCalls(SteppedCalls):
     def _value_end(self, text: str, at: int, end: End) -> tuple[Match | None, int, int]:
         """Return the marker that ends the value, the marker's position, and its end.
 
-        Without a marker, the position is the one up to which there is none.  A marker within a JSON string is text; the
-        position of the first such marker is stored in `_marker`."""
+        Without a marker, the position is the end of the searched text, which has none. A marker within a JSON string is
+        text; the position of the first such marker is stored in `_marker`."""
         place = at + self._searched
         skipped = place - 1 if self._searched else 0  # avoids searching text again after waiting for more
         window = text[skipped:] if skipped else text

@@ -11,7 +11,7 @@ from quire.service.text.answer_grammar import Model, constraint_of
 from quire.service.text.chat_template import ChatTemplate
 from quire.service.text.vocabulary import Vocabulary
 
-TAIL_TOKENS = 64  # last prompt tokens to search for the beginning of the assistant's message; nearly always enough
+TAIL_TOKENS = 64  # the assistant's message is searched in the last tokens of the prompt first
 
 
 class AnswerRules:

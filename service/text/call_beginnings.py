@@ -1,4 +1,4 @@
-"""The texts at which a parser takes the rest of an answer for a call, in any notation of a model family."""
+"""Finds the texts that begin a tool call, in every notation that the parser of a model family accepts."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _FIXED = re.compile(r"(?:\\\W|[^\s\\.^$*+?{}\[\]|()]){3,}(?![*+?{])")
 _OPTIONAL = re.compile(r"\((?:[^()\\]|\\.)*\)[?*]")
 _BEFORE_VALUE = re.compile(r"\\s\*[:=]$")  # separator of a key from its value
 NAMES = "\ue000"  # stands for the names of the tools
-_LOOKS = re.compile(r"\(\?(?!:)")  # groups that no grammar knows, such as lookaheads
+_LOOKS = re.compile(r"\(\?(?!:)")  # groups that llguidance does not support, such as lookaheads
 
 
 class CallBeginnings(NamedTuple):
     """The beginnings of calls in all notations of a model family."""
 
-    marker: str  # beginning of the form's own calls; "": no text shows where a call begins
+    marker: str  # begins calls in the form that the model is trained to write; "": no text shows where a call begins
     texts: tuple[str, ...]
     patterns: tuple[str, ...]  # regexes; {names} stands for the names of the tools
     dropped: tuple[str, ...]  # patterns and beginnings of the markers that free text may contain
 
 
 def beginnings_of_calls(responses: ResponseTemplate, head: str) -> CallBeginnings:
-    """Return what begins a call.  `head`: text before the name in the calls that the model is trained to write."""
+    """Return the beginnings of calls.  `head`: text before the name in the calls that the model is trained to write."""
     texts, patterns = list[str](), list[str]()
     for notation in responses.notations:
         found = beginnings(required(notation.open.pattern.pattern))
@@ -55,9 +55,9 @@ def _unique(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def _contains_one(pattern: str, texts: list[str]) -> bool:
-    """Return whether each text that a pattern matches begins with one of `texts`: then the pattern excludes no more.
+    """Return whether every match of a pattern begins with one of `texts`, so that the pattern excludes no further text.
 
-    Every pattern of a grammar costs the token mask time and memory."""
+    Every pattern in a grammar makes its token masks slower, and takes memory."""
     found = beginnings(pattern)
     return bool(found) and all(any(one.startswith(text) for text in texts) for one in found)
 
@@ -74,7 +74,7 @@ def _pattern(notation: Notation) -> str | None:
     if named and _open_groups(before) == 0 and any(len(text) >= LEAST for text in beginnings(before)):
         pattern = before + named  # what follows may be special tokens, which no text contains
     elif named and (mark := _FIXED.search(_OPTIONAL.sub("", rest))) is not None:
-        pattern = mark[0]  # each match contains this text, and no other text has any use for it
+        pattern = mark[0]  # every match contains this text, which ordinary text hardly ever does
     elif named and (mark := _MARK.match(rest)) is not None:  # the rest would slow the grammar down more than it helps
         pattern = before + named + mark[0] + ")" * _open_groups(before)
     pattern = _BEFORE_VALUE.sub("", pattern)
@@ -84,7 +84,7 @@ def _pattern(notation: Notation) -> str | None:
 
 
 def _simple(pattern: str) -> str:
-    """Return a pattern that matches at least as many texts, without character classes of many Unicode ranges.
+    """Return a pattern that matches the same texts, or more, without character classes of many Unicode ranges.
 
     A grammar engine computes with the bytes of each range."""
 
@@ -102,7 +102,7 @@ def _open_groups(pattern: str) -> int:
 
 
 def _plain(pattern: str) -> str:
-    """Return a pattern that matches at least as many texts, without lookaheads, named groups and line beginnings."""
+    """Return a pattern that matches the same texts, or more, without lookaheads, named groups and line beginnings."""
     return re.sub(r"\(\?(?:=|P<\w+>)", "(?:", re.sub(r"\(\?![^()]*\)", "", pattern.removeprefix(LINE)))
 
 

@@ -165,7 +165,7 @@ class _Shown:
 
 
 def _of_example(example: str, calls: tuple[Arguments, ...]) -> str:
-    """Return calls written by an `example`: head {call} one call {next} text between calls {end} tail."""
+    """Return calls written as an `example` shows: HEAD {call} ONE CALL {next} TEXT BETWEEN CALLS {end} TAIL."""
     head, _, rest = example.partition("{call}")
     one, _, rest = rest.partition("{next}")
     between, _, tail = rest.partition("{end}")
@@ -360,7 +360,7 @@ def written_call(form: CallForm, arguments: Arguments, *, body: bool = False) ->
 
 
 def _is_read(form: CallForm, responses: ResponseTemplate) -> bool:
-    """Return whether the parser reads calls written in a form as the same calls."""
+    """Return whether calls that are written in a form are the same after the parser has read them."""
     calls = [[ONE]] if form.tags is None else [[ONE], [MIXED]]
     if form.between is not None:
         calls.append([ONE, ONE])

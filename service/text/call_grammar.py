@@ -80,7 +80,7 @@ def call_rules(
 
 
 def _arguments(form: CallForm, schema: dict[str, Any], path: str, strict: bool) -> list[Argument] | None:
-    """Return a tool's arguments for writing them one by one; None: as one JSON object.  Raises Refusal."""
+    """Return a tool's arguments, to be written one by one; None: write them as one JSON object.  Raises Refusal."""
     tags = form.tags
     if tags is None:
         return None

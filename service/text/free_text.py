@@ -29,20 +29,20 @@ class FreeText:
         self._marks = {one: self._after(one) for one in special if self._is_free(one)}
 
     def _is_free(self, special: str) -> bool:
-        """Return whether free text may contain a special token: it is part of a marker, and no call begins with it."""
+        """Return whether free text may contain a special token: a marker contains the token, and no call begins with it."""
         if not any(special in text for text in self._begin.dropped):
             return False
         return all(self._following(special, text) != "" for text in self._begin.texts)
 
     def _following(self, special: str, text: str) -> str | None:
-        """Return the text between a special token and the next one in a beginning of calls; None: it has no such."""
+        """Return the text between the special token at the start of `text` and the next special token; else None."""
         if not text.startswith(special):
             return None
         rest = text[len(special) :]
         return rest[: self._quoted.first_special(rest)]
 
     def _after(self, special: str) -> str:
-        """Return the assertion about the text after a special token with which calls begin, too; "": there is none."""
+        """Return the assertion on the text after a special token if calls may begin with this token, too; else ""."""
         found = [self._following(special, text) for text in self._begin.texts]
         texts = "|".join(re.escape(text).replace("/", "\\/") for text in dict.fromkeys(found) if text)
         return f" & ~/({texts})(?s:.*)/" if texts else ""

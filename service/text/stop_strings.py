@@ -19,7 +19,8 @@ import msgspec
 from quire.service.api.valid_request import ValidRequest
 
 Arcs = dict[tuple[int, str], int]
-# With more characters of stop strings, the automaton is built on a thread: up to 15 ms.  This many take 1 ms.
+# Maximum characters of stop strings whose automaton is built on the event loop, in 1 ms. Larger automata are built on a
+# thread, in up to 15 ms.
 INLINE_CHARS = 1024
 
 
@@ -87,7 +88,8 @@ class StopStrings:
 class StopSearch:
     """Searches one text, which arrives in parts, for stop strings.
 
-    If one part completes several matches, the match that begins first counts, and of several such the shortest."""
+    If one part completes several matches, the match that begins first counts; of matches that begin together, the
+    shortest."""
 
     __slots__ = ("_held", "_include", "_state", "_stops", "matched")
 

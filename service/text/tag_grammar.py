@@ -161,7 +161,7 @@ class Strings:
     def terminal(self, schema: Schema, taken: list[str]) -> str | None:
         """Return the terminal for the strings of a schema; None if there is no such terminal.
 
-        `taken`: types for which the parser would take a text that looks like them; such texts are excluded."""
+        `taken`: types that the parser infers from texts that look like them; such texts are excluded."""
         conditions = self._conditions
         if taken:
             kinds = "|".join(TAKEN[kind] for kind in dict.fromkeys(taken))
@@ -232,7 +232,7 @@ def _unanchored(pattern: Any) -> str | None:
 
 
 def arguments_of(parameters: Schema, path: str, form: TagForm) -> list[Argument] | str:
-    """Return the grammar parts of each argument; or the path in the schema of what cannot be written one by one."""
+    """Return the grammar parts of each argument, or the path of the schema's part that cannot be written one by one."""
     properties, required = parameters.get("properties", {}), parameters.get("required", [])
     for word in sorted(asserted(parameters) - BESIDE):
         return f"{path}.{word}"

@@ -191,7 +191,7 @@ async def reasoning_tokens(valid: ValidRequest, tokenizer: Tokenizer, tokens: li
 
 
 def _hides_last(finish: Finish | None, valid: ValidRequest) -> bool:
-    """Return whether the last token is a stop token that is counted and reported, but left out of the text."""
+    """Return whether the last token is a stop token, which is counted and reported but is not part of the text."""
     return finish is not None and finish.stop_token >= 0 and not valid.include_stop
 
 
@@ -205,7 +205,7 @@ def _read(
     if mailbox.had:
         _replay(mailbox, stream, over=not tokens and finish is not None, hides_last=_hides_last(finish, valid))
     if stream.matched is not None:
-        tokens = []  # tokens that the engine computed before it received the withdrawal
+        tokens = []  # drop tokens that the engine computed before the withdrawal reached it
     before = stream.tokens
     text = stream.push(tokens[:-1] if _hides_last(finish, valid) else tokens)
     delta = ChoiceDelta(
@@ -261,7 +261,7 @@ def _read_regions(
     delta = ChoiceDelta(
         mailbox.choice, "", tokens, cached_tokens=mailbox.cached_tokens, predictions=mailbox.predictions
     )
-    if stream.complete:  # drop tokens that the engine computed before it received the withdrawal
+    if stream.complete:  # drop tokens that the engine computed before the withdrawal reached it
         delta.token_ids = tokens[: stream.tokens - before]
         delta.finish, delta.stop_reason = "stop", stream.matched
         _add_search(delta, finish, valid)

@@ -23,7 +23,7 @@ FIELD = "thinking_token_budget"
 def thought_rules(markers: tuple[str, str], special: Mapping[str, int], budget: int | None) -> list[str]:
     """Return the rules of `thought`: reasoning up to its closing marker, and white space after it.
 
-    `special`: token ids of markers that are one token.  With a budget, the closing marker must be in it."""
+    `special`: token ids of markers that are one token.  With a budget, the closing marker must be one of these."""
     closing = markers[1]
     if closing not in special:
         return [f"thought: thinking {SPACES}", f"thinking[suffix={json.dumps(closing)}]: {ANY_TEXT}"]

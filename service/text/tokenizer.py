@@ -95,7 +95,7 @@ class Tokenizer:
 
     def text_of(self, tokens: list[int], *, skip_special: bool = True) -> str:
         """Return the text of a complete sequence, as the tokenizer itself would decode it."""
-        # Of the tokenizer's calls, only the batch calls release the GIL.
+        # The batch call, unlike `decode`, releases the GIL.
         [text] = self._backend.decode_batch([tokens], skip_special_tokens=skip_special)
         return str(text)
 
@@ -104,7 +104,7 @@ class Tokenizer:
 
         Raises Refusal if they exceed `budget`, if possible before encoding."""
         self._check_length(text, budget)
-        # Not `encode`, since only the batch calls release the GIL.
+        # The batch call, unlike `encode`, releases the GIL.
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=special)
         if budget is not None:
             budget.spend(len(encoding))
@@ -112,7 +112,7 @@ class Tokenizer:
         return ids
 
     def _check_length(self, text: str, budget: TokenBudget | None) -> None:
-        """Raise Refusal if a text has more characters than the longest tokens that fit into `budget`."""
+        """Raise Refusal if a text has more characters than `budget` tokens can encode, each of the maximum length."""
         if budget is not None and self._longest_token is not None:
             budget.check(-(-len(text) // self._longest_token), least=True)
 
@@ -244,7 +244,7 @@ class Tokenizer:
         into `Sampling.bad_words`.  Raises Refusal if these have too many tokens."""
         if not valid.bad_words:
             return valid
-        spellings: dict[tuple[int, ...], None] = {}  # each once, in order
+        spellings: dict[tuple[int, ...], None] = {}  # token ids of each spelling, without duplicates
         for word in valid.bad_words:
             bare = word.lstrip()
             for text in (bare, f" {bare}") if bare else (word,):
@@ -290,7 +290,7 @@ class Tokenizer:
                 for at in self._added_to(ids) if untouched and valid.special else ():
                     pieces[at] = b""
                 echoed, offsets = aligned(text, pieces)
-                if untouched and echoed != text:  # the tokenizer normalised the text, so take the offsets from it
+                if untouched and echoed != text:  # the tokenizer has normalised the text, so it must report the offsets
                     (encoding,) = self._backend.encode_batch([text])
                     offsets = list(accumulate((start for start, _ in encoding.offsets), max))
                 else:

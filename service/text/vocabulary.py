@@ -165,7 +165,7 @@ class Vocabulary:
         return {one.content: at for at, one in added.items() if one.special or re.fullmatch("<.*>", one.content)}
 
     def bytes_of(self, tokens: Iterable[int], *, skip_special: bool, markers: bool = False) -> list[bytes]:
-        """Return the bytes of each token; b"" for ids that the model has beyond its tokenizer's.
+        """Return the bytes of each token; b"" for ids of the model that its tokenizer lacks.
 
         `markers`: do not skip special tokens that are markers of the response template."""
         table = (self._marked if markers else self._visible) if skip_special else self.table
