@@ -83,7 +83,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class EngineProgram(msgspec.Struct, frozen=True):
     """The engine that `quire serve` starts.  A study of the load tests starts an engine with more options."""
 
-    words: tuple[str, ...] = ("-m", PROCESSES["engine"])  # arguments of Python
+    words: tuple[str, ...] = ("-m", PROCESSES["engine"])  # command-line arguments of Python
     spare: tuple[str, ...] = ("-m", "quire.engine.process.fork_server")  # fork server of spare engines; (): none
     options: type[EngineConfig] = EngineConfig
 
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None, engine: EngineProgram = ENGINE) -> i
 
 
 def client(command: str, words: Sequence[str]) -> int:
-    """Run `quire top`, `chat` or `bench`.  Returns the exit status; 2 where a package that it needs is missing."""
+    """Run `quire top`, `chat` or `bench`.  Returns the exit status: 2 if a package that it needs is missing."""
     try:
         module = importlib.import_module(CLIENTS[command])
     except ModuleNotFoundError as error:
@@ -203,7 +203,7 @@ def serve(argv: Sequence[str], program: EngineProgram = ENGINE) -> int:
         name = settings.process_name()  # unchanged when a child restarts, so that it gets its own requests again
         os.environ["QUIRE_REDIS_URL"] = url  # inherited; a flag would show its password to every user of the machine
         pages, engine_page = metrics_pages(gateway, own.gateways, engine_config.metrics_host)
-        first = [f"--engine-id={name}", f"--grace-s={ENGINE_GRACE_S}"]  # the engine's own options may change them
+        first = [f"--engine-id={name}", f"--grace-s={ENGINE_GRACE_S}"]  # defaults, which `engine_words` may override
         words = [*first, *engine_words, f"--model={model}", f"--metrics-port={pages[0]}"]
         spare = [*program.spare, *words] if own.spare and program.spare else []
         engine = Child("engine", [*program.words, *words], ENGINE_STOP_S, spare=spare)
@@ -247,7 +247,7 @@ def check_both(prog: str, gateway: GatewayConfig, engine: EngineConfig) -> None:
 
 
 def supervise(supervisor: Supervisor, interrupt: Interrupt) -> None:
-    """Run the supervisor.  It continues when the reader of its output stops reading."""
+    """Run the supervisor.  It continues even if the reader of its output stops reading."""
     with log_queue.installed():
         asyncio.run(supervisor.run(interrupt))
 

@@ -118,7 +118,7 @@ def _as_turns(entries: list[Entry]) -> Iterator[Entry]:
 
 
 def _before_a_turn(head: list[Entry], rest: list[Entry], *, last: bool) -> list[Entry]:
-    """Move the text of the system messages `head` to the start of the first (`last`: last) user message."""
+    """Move the text of the system messages `head` to the start of the first user message; with `last`, of the last."""
     content: Any = ""
     for message, _ in head:
         content = joined(content, message["content"])

@@ -78,7 +78,7 @@ class LiteralContent:
         odd = [text for text in lower if text[0] not in self._firsts]
         self._odd = re.compile("|".join(map(re.escape, sorted(odd, key=len, reverse=True))), re.I) if odd else None
         by_length = sorted(self._texts.values(), key=len, reverse=True)
-        # Grouped by their first two characters, since searching a long text for a few prefixes is fast.
+        # Special tokens by their first two characters: searching a long text for a few prefixes is fast.
         self._any = {
             prefix: re.compile("|".join(re.escape(text) for text in by_length if text[:2] == prefix))
             for prefix in {text[:2] for text in by_length}
@@ -134,7 +134,8 @@ class LiteralContent:
             made = self._odd.sub(lambda found: "".join(map(private, found[0])), made)
         if head:
             chars = list(made)
-            # Hide letters only if there is nothing else, since a hidden letter escapes a template that changes case.
+            # Letters are hidden only if there is nothing else to hide, since templates that change case miss a hidden
+            # letter.
             places = [at for at in head if not text[at].isalnum()] or head
             for at in places:
                 chars[at] = private(text[at])
@@ -167,7 +168,7 @@ class LiteralContent:
     def spans(self, text: str, hidden: str, private: str) -> list[Span]:
         """Return the spans of a rendered text in which special tokens must stay text.
 
-        `hidden`: the text before private-use characters, those in `private`, were replaced."""
+        `hidden`: the text before its private-use characters (those in `private`) were replaced."""
         if not self._exact:
             return [match.span() for match in re.finditer(f"[{private}]", hidden)]
         return [span for span in sorted(self._occurrences(text)) if text[slice(*span)] != hidden[slice(*span)]]

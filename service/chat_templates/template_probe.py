@@ -122,7 +122,7 @@ def _changes(render: Render, messages: list[dict[str, Any]], template: str, name
     """Return whether a variable changes the prompt."""
     if name not in names_in(template):
         return False
-    given = [{}, *({name: value} for value in values)]  # {}: a template may refuse all values but one
+    given = [{}, *({name: value} for value in values)]  # {}: no value, since a template may refuse all values but one
     texts = {_rendered(render, messages, None, add_generation_prompt=True, **variables) for variables in given}
     return len(texts - {""}) > 1
 

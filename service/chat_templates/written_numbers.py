@@ -7,7 +7,7 @@ Python's JSON loses the spelling of `1e400` (infinite), `1.50`, `-0` and integer
 number is replaced by a random number before rendering, and the random number by the original text afterwards.
 
 A model may write an argument twice.  Python's JSON keeps only the last one, so a template would not show the others.
-So the key of each other one gets a random suffix before rendering, which is removed afterwards.
+So the key of each earlier argument of that name gets a random suffix before rendering, which is removed afterwards.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class _Numbers:
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}  # placeholder number -> text of the number that it stands for
-        self._suffix, self._keys = f"q{secrets.token_hex(8)}q", 0  # suffix and number of repeated keys
+        self._suffix, self._keys = f"q{secrets.token_hex(8)}q", 0  # suffix of repeated keys, and how many have got one
 
     def placed(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return messages whose tool calls have random numbers for Written ones, and suffixes at repeated keys."""

@@ -21,7 +21,7 @@ FORWARDED = {
 
 
 def leave_pid_1() -> None:
-    """Return at once unless this process is PID 1; then return in a child.  PID 1 exits with the child's status."""
+    """If this process is PID 1, fork and return only in the child; PID 1 then exits with the child's status."""
     if os.getpid() == 1:
         run_in_child()
 

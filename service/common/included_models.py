@@ -7,7 +7,7 @@ import subprocess
 from quire.engine.common import child_python
 from quire.engine.common.embedded_redis import die_with_parent
 
-# Value of MODEL -> arguments of Python that print the directory.  A child process makes it, since that may need torch.
+# Value of MODEL -> module that makes the directory and prints its path, in a child process, since it may need torch.
 INCLUDED = {
     "": ["quire.engine.executor.models.sources.demo", "--or-builtin"],
     "demo": ["quire.engine.executor.models.sources.demo"],

@@ -44,7 +44,7 @@ GRAMMAR_BYTES = 65_536
 GRAMMAR_DEPTH = 64  # nesting depth of schemas
 # Compiling a regex takes time up to the square of its length: 2,000 optional letters take 65 ms.
 REGEX_CHARS = 4096
-PREDICTED_TOKENS = 16_384  # tokens of `prediction`; engines draft from at most as many tokens of a sequence
+PREDICTED_TOKENS = 16_384  # tokens of `prediction`; engines search for drafts in at most as many tokens of a sequence
 CHOICES = 1_900  # texts of `choice`; llguidance can follow 2,000 alternatives, and reasoning before them needs some
 LARK_CHARS = 16_384  # characters of a Lark grammar
 LONGEST_GIVEN = 64  # characters of a refused value that the error repeats

@@ -7,8 +7,8 @@ A gauge of the fleet also declares the function that reads it: `of_fleet` or `of
 here, and one line in the module that records it.  Label values come from closed or bounded sets (tenants,
 fingerprints).
 
-Engines are the only labels without a bound: 1,000 of them have 15,000 series.  So a snapshot of the fleet is only
-stored.  Its series are made while the page is written, on a thread: 140 to 200 ms for 1,000 engines.
+Only the number of engines is unbounded: 1,000 engines have 15,000 series. So a snapshot of the fleet is only stored. A
+thread makes its series while it writes the page, in 140 to 200 ms for 1,000 engines.
 
 If gateways share a port, a scrape of it reaches any one of them.  So every series has a `gateway` label, and each
 gateway also serves its page on a port of its own (`--metrics-port`), which is the port to scrape.
@@ -34,13 +34,13 @@ from quire.engine.wire.clock import steady_ms
 from quire.engine.wire.messages import EngineLoad
 from quire.engine.wire.records import Fleet
 
-TENANTS = 20  # maximum tenants with series of their own; each has five series, and a graph of more is unreadable
+TENANTS = 20  # maximum tenants with series of their own (five each); a graph of more tenants is unreadable
 FINGERPRINTS = 8  # maximum model fingerprints (deploys) with latency series of their own
 OTHER = "other"  # label of all tenants beyond the first TENANTS
 NAMELESS = "default"  # label for requests of keys that belong to no tenant
 
 Labels = tuple[str, ...]
-# Reads a gauge's value from an engine's report, or with one more label its values by that label.
+# Returns a gauge's value in an engine's report; for a gauge with one more label, its values by that label.
 OfEngine = Callable[[EngineLoad], float | dict[str, float]]
 
 
@@ -374,7 +374,7 @@ class Telemetry(Collector):
         if metric.kind is Tally:
             self._tallies[metric] = {labels: Tally(metric.bounds) for labels in metric.series}
             return
-        if metric.of_engine is not None:  # made from the last reading
+        if metric.of_engine is not None:  # its series are made from the last snapshot
             return
         kind = Counter if metric.kind is Counter else Gauge
         made = self._objects[metric] = kind(

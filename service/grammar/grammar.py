@@ -61,8 +61,8 @@ class Constraint(msgspec.Struct, frozen=True):
 
     param: str  # path of the request field with `value`
     kind: Kind
-    # json: a schema; regex, grammar: a text; choice: a list of texts; calls: CallRules; thinking: Lark; reasoned:
-    # AfterReasoning
+    # By kind: json: a schema; regex, grammar: a text; choice: a list of texts; calls: CallRules; thinking: Lark;
+    # reasoned: AfterReasoning
     value: Any
 
 
@@ -290,7 +290,9 @@ def _arguments(parameters: Parameters, served: dict[str, Rewritten]) -> Rewritte
 
 
 def _string(rule: StringRule) -> str:
-    """Return the terminal of a string, or `loose` if llguidance cannot follow it.  Raises NotServed if it is strict."""
+    """Return the terminal of a string, or `loose` if llguidance cannot follow it.
+
+    Raises NotServed for a strict rule."""
     if rule.terminal != rule.loose and (why := problem(_of_terminal(rule.terminal))):
         if rule.strict:
             raise NotServed(rule.param, why, code="unsupported")
@@ -303,7 +305,7 @@ def _of_terminal(terminal: str) -> str:
 
 
 def _reasoned_grammar(rules: AfterReasoning) -> Compiled:
-    """Return the grammar of reasoning followed by an answer.  Raises NotServed if the answer's is not supported."""
+    """Return the grammar of reasoning followed by an answer.  Raises NotServed if the answer's grammar is not."""
     compiled = compile_grammar(rules.answer)
     inner = compiled.grammar
     answer = json.loads(inner)["grammars"][0] if inner.startswith("{") else {"lark_grammar": inner}
@@ -400,7 +402,7 @@ def _blame(param: str, schema: Any, why: str) -> tuple[str, str]:
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     budget, place = BLAMED_BYTES, (param, schema)
     waiting = [place]
-    while waiting and budget > 0:  # patterns of any depth
+    while waiting and budget > 0:  # first the patterns at any depth
         at, one = waiting.pop()
         if isinstance(one, dict):
             waiting += reversed([*subschemas(one, at)])

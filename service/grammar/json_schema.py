@@ -81,7 +81,7 @@ class Rewritten(NamedTuple):
     """A schema rewritten in llguidance's keywords."""
 
     schema: Any  # an object, true or false
-    passed_over: tuple[str, ...]  # paths of ignored keywords, the first path of each, at most NAMED
+    passed_over: tuple[str, ...]  # first path of each ignored keyword, at most NAMED
 
 
 def rewrite(schema: Any, path: str) -> Rewritten:
@@ -358,7 +358,8 @@ class _Walk:
     def _require(self, one: dict[str, Any], more: Any) -> None:
         """Add an assertion to a schema, in place.
 
-        If one of its keywords is taken, it is appended to `allOf`, so that references into `allOf` stay valid."""
+        If the schema already has one of its keywords, it is appended to `allOf`, so that references into `allOf` stay
+        valid."""
         if more in (True, {}):
             return
         if isinstance(more, dict) and more.keys().isdisjoint(one):

@@ -74,7 +74,7 @@ class Schemas:
         return place if reference == "#" or reference.startswith("#/") else None
 
     def parts(self, schema: Any, depth: int = 0) -> list[Any]:
-        """Return schemas that all instances of `schema` must fit: itself, its reference, members of its `allOf`."""
+        """Return schemas that all instances of `schema` must fit: itself, the target of `$ref`, members of `allOf`."""
         found = [schema]
         if isinstance(schema, dict) and depth < DEEPEST:
             inner = schema.get("allOf")

@@ -29,7 +29,7 @@ class FreeText:
         self._marks = {one: self._after(one) for one in special if self._is_free(one)}
 
     def _is_free(self, special: str) -> bool:
-        """Return whether free text may contain a special token: a marker contains the token, and no call begins with it."""
+        """Return whether free text may contain a special token: a marker contains it, and no call begins with it."""
         if not any(special in text for text in self._begin.dropped):
             return False
         return all(self._following(special, text) != "" for text in self._begin.texts)
