@@ -1,4 +1,4 @@
-"""The console script.  While the command's modules are imported, an interrupt ends it at once, without a traceback."""
+"""The console script.  Ctrl-C ends it at once, without a traceback, while it still imports modules."""
 
 import signal
 import sys

@@ -25,21 +25,21 @@ from quire.engine.common.errors import OperatorError
 from quire.engine.common.silence import Silence
 from quire.service.common.spares import ForkedProcess, Spares
 
-CONFIG_ERROR = 2  # exit status of a child whose restart would fail, too: a bad option, no model, no compiler
+CONFIG_ERROR = 2  # exit status of a child that would fail again after a restart: a bad option, no model, no compiler
 FAILURES = 5  # failed starts of a child that was never ready, after which the supervisor ends
 BACKOFF_S = (0.5, 30.0)  # first and maximum pause before a restart; a child that was ready restarts at once
 POLL_S = 0.2
-KEEPERS_S = 5.0  # seconds for each keeper task to end its spare, after its child has ended
+KEEPERS_S = 5.0  # seconds that the tasks `Child.keep` may take to kill their spares, after all children have ended
 
 Children = list["Child"]
 Process = asyncio.subprocess.Process | ForkedProcess
 
 
 class Interrupt:
-    """Handles SIGINT until the supervisor handles signals: remembers it, and raises KeyboardInterrupt where it is safe.
+    """Handles SIGINT until the supervisor does: remembers it, and raises KeyboardInterrupt when that is safe.
 
-    Python drops a KeyboardInterrupt that is raised in a finalizer, for example, and the start would continue.  A
-    KeyboardInterrupt that is raised while an event loop opens or closes leaves a traceback."""
+    Python drops a KeyboardInterrupt that is raised in a finalizer, for example: the start would continue.  And one that
+    is raised while an event loop opens or closes would print a traceback."""
 
     def __init__(self) -> None:
         self._seen = self._raises = False
@@ -84,10 +84,10 @@ class Child:
         silence_s: float = 0.0,
         start_s: float = 0.0,
     ) -> None:
-        """`words`: arguments of Python.  `stop_s`: seconds that the process may take to end after SIGTERM.  `spare`:
-        arguments of Python that start a fork server of spares; a spare replaces the process when it ends.  `silence_s`:
-        seconds without a heartbeat after which a ready process is killed; 0: it sends none.  `start_s`: seconds after
-        which a process that is not ready is killed; 0: never."""
+        """`words`: command-line arguments with which Python starts the process.  `stop_s`: seconds that it may take to
+        end after SIGTERM.  `spare`: command-line arguments with which Python starts a fork server of spares; a spare
+        replaces the process when it ends.  `silence_s`: seconds without a heartbeat after which a ready process is
+        killed; 0: it sends none.  `start_s`: seconds after which a process that is not ready is killed; 0: never."""
         self._silence_s, self._start_s = silence_s, start_s
         self._name = name
         self._words = words
@@ -121,7 +121,7 @@ class Child:
                 self.kill()
                 await self._process.wait()
                 return
-            if spare and self._spares:  # prepare for a second death soon after the first
+            if spare and self._spares:  # the process may end again soon
                 await self._spares.prepare()
             status, up = await self._watch(self._process, listener)
             if self._stopping.is_set():
@@ -168,8 +168,7 @@ class Child:
             ending.cancel()
 
     async def _wait_until_up(self, ending: asyncio.Task[int], listener: readiness.ReadinessListener) -> bool:
-        """Wait until the process is ready or ends; kill it if it is not ready after `start_s`.  Returns whether it is
-        ready."""
+        """Wait until the process is ready (returns True) or has ended.  Kills it if it is not ready after `start_s`."""
         loop, starting = asyncio.get_running_loop(), Silence(POLL_S)
         up = killed = False
         while not (up or ending.done()):
@@ -187,7 +186,7 @@ class Child:
         return up
 
     async def _wait_for_silence(self, ending: asyncio.Task[int], listener: readiness.ReadinessListener) -> None:
-        """Wait until the process ends, or kill it once its event loop hangs."""
+        """Wait until the process ends.  Kills it if its event loop hangs for `silence_s`."""
         loop, silence = asyncio.get_running_loop(), Silence(POLL_S)
         while not ending.done():
             await asyncio.wait([ending], timeout=POLL_S)
@@ -277,7 +276,8 @@ class Supervisor:
             # Gateways stop first: they finish their streams, for which they need the engine.  The engine needs Redis.
             await asyncio.gather(*(gateway.stop() for gateway in self._gateways))
             await self._engine.stop()
-            # A keeper task ends after its processes.  If cancelled earlier, its spare would outlive the event loop.
+            # A task `Child.keep` ends after its processes.  If it were cancelled earlier, its spare would outlive the
+            # event loop.
             await asyncio.wait(keepers, timeout=KEEPERS_S)
             for task in keepers:
                 task.cancel()
@@ -293,7 +293,7 @@ class Supervisor:
                 child.kill()
 
     async def _keep_redis(self) -> None:
-        """Restart the embedded Redis if it dies.  Its file has all data, and gateways and engine reconnect."""
+        """Restart the embedded Redis if it dies.  It loads its data from its file; gateways and engine reconnect."""
         while self._embedded is not None:
             await asyncio.sleep(POLL_S)
             if self._embedded.pid is None:
@@ -301,7 +301,7 @@ class Supervisor:
                 self._embedded.start()
 
     async def _announce(self) -> None:
-        """Wait until a gateway is ready; then print the address and an example request."""
+        """Wait until a gateway is ready.  Then print the address and an example request."""
         while await asyncio.to_thread(self._get, "/ready") is None:  # noqa: ASYNC110  (another process's event)
             await asyncio.sleep(POLL_S)
         path, asked = self._example

@@ -36,7 +36,7 @@ class ForkedProcess:
         self._handle = os.pidfd_open(pid)
         asyncio.get_running_loop().add_reader(self._handle, self._reap)
 
-    returncode: int | None  # negative: the signal that killed it
+    returncode: int | None  # negative: minus the number of the signal that killed it
 
     def _reap(self) -> None:
         asyncio.get_running_loop().remove_reader(self._handle)
@@ -59,7 +59,7 @@ class ForkedProcess:
 
     def take_over(self) -> None:
         """Make the spare begin serving."""
-        with contextlib.suppress(OSError):  # the spare has just died
+        with contextlib.suppress(OSError):  # the spare has just ended
             os.write(self._stdin, b"now\n")
         self.close_stdin()
         raise_priority(self.pid)
@@ -83,7 +83,9 @@ class Spares:
         self._spare: asyncio.Task[ForkedProcess | None] | None = None
 
     async def prepare(self) -> None:
-        """Begin to fork a spare, unless there is one.  Starts the fork server if necessary.  Waits for neither."""
+        """Begin to fork a spare, unless there is one.
+
+        Starts the fork server if necessary.  Does not wait for the spare."""
         if self._spare is not None and not self._spare.done():
             return
         if self._spare is not None and (spare := self._spare.result()) is not None and spare.returncode is None:
@@ -175,6 +177,6 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def raise_priority(pid: int) -> None:
-    """Raise the priority of a process that prepares at a lower one to this process's, if the system allows it."""
+    """Raise a process with a low priority, as preparing spares have, to this process's, if the system allows it."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0))

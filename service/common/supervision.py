@@ -46,7 +46,7 @@ class Task:
                 task = asyncio.current_task()
                 if task is None or task.cancelling():
                     raise
-                error = caught  # an awaitable of this task was cancelled, not the task itself
+                error = caught  # something that the task awaited was cancelled, not the task
             if self.failing is None:
                 self._since, pause = asyncio.get_running_loop().time(), BACKOFF_S[0]
             self._reached = self._progress()

@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any
 
-MAX_ESCAPES = 100_000  # maximum backslashes in a body that is repaired; with more, a lone surrogate gets 400
+MAX_ESCAPES = 100_000  # maximum backslashes of a body; with more, its lone surrogates are not replaced, and it gets 400
 STRETCH = 2**16  # bytes that one search covers; other threads run between two searches
 REPLACEMENT = "\ufffd"
 HALVES = re.compile("[\ud800-\udfff]")
@@ -19,7 +19,7 @@ ESCAPES = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.S
 )
 _NUMBERS = {"Infinity": "1e999", "-Infinity": "-1e999", "NaN": "null"}
-_CONSTANTS = re.compile(r'("(?:[^"\\]|\\.)*")|-?Infinity|NaN')  # strings (group 1) are skipped
+_CONSTANTS = re.compile(r'("(?:[^"\\]|\\.)*")|-?Infinity|NaN')  # strings (group 1) stay unchanged
 TEXT_ESCAPES = re.compile(ESCAPES.pattern.decode(), re.S)
 
 

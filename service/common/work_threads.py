@@ -24,7 +24,7 @@ class WorkThreads:
         self._long_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{name} long")
 
     async def run(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `work` for a request of `size` bytes: inline if it is short, else on a thread.
+        """Call `work` for a request of `size` bytes: on the event loop if it is short, else on a thread.
 
         The event loop runs meanwhile if `work` is native code that releases the GIL, as the tokenizer is.  Python code
         on the thread releases the GIL every GIL_SWITCH_S (app.py)."""

@@ -1,4 +1,4 @@
-"""Cross-origin requests: tells browsers which pages of other origins may read this API.
+"""Cross-origin requests: headers that say to browsers which pages of other origins may read this API.
 
     browser --OPTIONS, Origin, method and headers--> `preflight`: 204 with the allowed methods; no API key is needed
     browser --request, Origin----------------------> answer with `headers`

@@ -1,7 +1,7 @@
-"""`quire bench`: a small open-loop load on a running server, with a table of latencies at the end.
+"""`quire bench`: sends a small open-loop load to a running server, and prints a table of latencies at the end.
 
-It uses the replay, records and percentiles of loadtest.  `python -m quire.loadtest replay` also has workloads, bursts,
-tenants, retries and reports.
+It uses modules of loadtest, whose own command, `python -m quire.loadtest replay`, also has workloads, bursts, tenants,
+retries and reports.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROG = "quire bench"
 STOPPED = 130  # exit status after Ctrl-C
 PHASE = "steady"
 TOKEN_SERVERS = ("quire", "vllm", "sglang")  # `owned_by` of servers that accept token ids and ignore_eos
-MAX_ERRORS = 5  # maximum kinds of errors in the table
+MAX_ERRORS = 5  # maximum distinct errors listed
 
 
 def main(words: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -97,7 +97,7 @@ async def _run(config: BenchConfig) -> int:
 
 
 async def _replay(due: list[Arrival], chosen: Options) -> list[Record]:
-    """Send everything, with a progress bar on a terminal."""
+    """Send all requests, and wait until they have ended.  On a terminal, shows a progress bar."""
     columns = (
         TextColumn("answered"),
         BarColumn(),
@@ -120,7 +120,7 @@ async def _replay(due: list[Arrival], chosen: Options) -> list[Record]:
 
 
 def table(records: Sequence[Record]) -> Table:
-    """Return the table of a run: latencies in ms since the request was due, and rates over the complete run."""
+    """Return the table of a run: latencies in ms from when a request was due, and rates over the complete run."""
     done = [record for record in records if record.outcome == "ok"]
     span = max((record.end_s for record in records), default=0.0) or 1e-9
     found = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)

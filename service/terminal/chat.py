@@ -1,4 +1,4 @@
-"""`quire chat`: a conversation in a terminal.  One message through a pipe is answered as plain text.
+"""`quire chat`: a conversation in a terminal, or the answer as plain text to one message from a pipe.
 
 Ctrl-C cancels the current answer, also in the server.  Ctrl-C or Ctrl-D at the prompt ends the program.
 """
@@ -31,7 +31,7 @@ LEFT = 130  # exit status if Ctrl-C stopped the answer to piped input
 class Outcome(msgspec.Struct):
     """The outcome of one answer."""
 
-    text: str = ""  # content without reasoning
+    text: str = ""  # the answer without its reasoning
     error: str = ""  # one line; "": none
     stopped: bool = False  # whether Ctrl-C stopped it
 
@@ -65,7 +65,7 @@ class Chat:
             self._messages.append({"role": "system", "content": config.system})
 
     def run(self) -> int:
-        """Answer messages from the terminal, or one from a pipe.  Raises ServerError before the first prompt."""
+        """Answer messages from the terminal, or one from a pipe.  Raises ServerError if the server offers no model."""
         self._model = self._runner.run(self._choose_model())
         if not sys.stdin.isatty():
             message = sys.stdin.read().strip()
@@ -74,7 +74,7 @@ class Chat:
             outcome = self._ask(message)
             return FAILED if outcome.error else LEFT if outcome.stopped else 0
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  (input() then edits lines and remembers them)
+            import readline  # noqa: F401  (after it, input() has line editing and a history)
         self._note(f"{self._model} at {self._base}. Ctrl-C stops an answer, Ctrl-D leaves.")
         while True:
             try:
@@ -91,7 +91,7 @@ class Chat:
         return str(server.choose_model(self._base, cards, self._config.model)["id"])
 
     def _ask(self, message: str) -> Outcome:
-        """Send a message and show the answer, which becomes part of the conversation."""
+        """Send a message, show the answer, and add both to the conversation."""
         self._messages.append({"role": "user", "content": message})
         outcome = self._runner.run(self._answer())
         if outcome.text:
@@ -135,7 +135,7 @@ class View:
     """Shows the events of one answer."""
 
     def __init__(self, console: Console, *, live: bool) -> None:
-        """`live`: the console is a terminal, so reasoning, queue position and times are shown, too."""
+        """`live`: whether the console is a terminal.  Then reasoning, queue position and times are shown, too."""
         self._console, self._live = console, live
         self._style = ""
         self._wrapper = Wrapper(console.width if live else 0, self._write)
@@ -201,7 +201,7 @@ class View:
             self._console.print()
 
     def _inline(self, text: str) -> None:
-        """Write a remark, on a terminal only."""
+        """Write a dim remark into the text, on a terminal only."""
         self.clear()
         if self._live:
             self._console.out(server.printable(text), style="dim", highlight=False, end="")

@@ -4,8 +4,8 @@
     GET /v1/streams/ANSWER, Last-Event-ID: the last event ----------> the rest, at any gateway
     DELETE /v1/streams/ANSWER ---------------------------------------  the user stops the answer
 
-A server other than Quire sends no header x-answer-id.  Then a lost connection ends the answer, and only closing the
-connection cancels it.
+A server other than Quire sends no header x-answer-id.  Its answers end with a lost connection, and the only way to
+cancel one is to close the connection.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from quire.service.terminal import server
 from quire.service.terminal.options import ChatConfig
 from quire.service.terminal.server import ServerError
 
-RESUME_S = 30.0  # seconds for which a gateway continues a disconnected client's request (--resume-s)
+RESUME_S = 30.0  # default of --resume-s: seconds that a gateway continues a request after its client has disconnected
 PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds between attempts to resume; the last value repeats
 SILENCE_S = 60.0  # seconds of silence after which a connection counts as broken; Quire sends a keep-alive every 10 s
-STOP_S = 5.0  # seconds for the server to confirm that it cancelled an answer
+STOP_S = 5.0  # seconds to wait for the server to confirm that it cancelled an answer
 MAX_LINE = 2**22  # maximum bytes of one event
 QUEUED = re.compile(r": queued place=(\d+)(?: wait_s=([\d.]+))?$")
 
@@ -72,14 +72,14 @@ class Answer:
     def __init__(self, client: aiohttp.ClientSession, base: str, config: ChatConfig, model: str) -> None:
         self._client, self._base, self._config, self._model = client, base, config, model
         self.id = ""  # id of the answer; "": not known, or not from Quire
-        self._last_event = ""  # id of the last event whose data were read; "": none was
+        self._last_event = ""  # id of the last event whose data were read; "": no event yet
         self._event_id = ""  # id of the event that is read now
         self._finish, self._done = "", False
         self._tokens: int | None = None
-        self._started = False  # the server has begun to answer
+        self._started = False  # whether the server has begun to answer
 
     def body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
-        """Return the request body.  Sampling fields with the server's default are omitted."""
+        """Return the request body, without the sampling fields that the user did not set."""
         config = self._config
         fields: dict[str, Any] = {
             "model": self._model,
@@ -111,7 +111,7 @@ class Answer:
         yield Ended(self._finish, self._tokens)
 
     async def _resume(self, why: str) -> AsyncIterator[Event]:
-        """Resume after each broken connection.  Each success starts a new period of attempts."""
+        """Yield the rest of the answer.  Raises ServerError if no attempt to resume it succeeds for RESUME_S."""
         if not self.id:
             raise ServerError(server.printable(f"the connection to {self._base} broke: {why}"))
         failures, until = 0, time.monotonic() + RESUME_S
@@ -130,7 +130,7 @@ class Answer:
                 why = str(broken)
 
     async def _read(self, request: Any) -> AsyncIterator[Event]:
-        """Read one connection's events.  Raises _Broken where the answer may be resumed, else ServerError."""
+        """Yield the events of one connection.  Raises _Broken if resuming the answer may help, else ServerError."""
         try:
             async with request as response:
                 if response.status != 200:
@@ -167,14 +167,14 @@ class Answer:
         raise error
 
     def _parse(self, line: str) -> list[Event]:
-        """Process one line of the stream; returns the event that it makes for the caller."""
+        """Process one line of the stream, and return its events for the caller."""
         if line.startswith("id: "):
             self._event_id = line[4:]
         elif found := QUEUED.match(line):
             return [Waits(int(found[1]), float(found[2]) if found[2] else None)]
         elif line.startswith("data:"):
             pieces = self._parse_data(line[5:].strip())
-            self._last_event = self._event_id  # only now: an event without its data must be sent again
+            self._last_event = self._event_id  # not before: an event without its data must be sent again
             return pieces
         return []
 
@@ -203,18 +203,18 @@ class Answer:
         return found
 
     async def stop(self) -> None:
-        """Cancel the answer in the server.  The connection is closed already."""
+        """Cancel the answer in the server, after its connection was closed."""
         if not self.id or self._done:
             return
         try:
             async with asyncio.timeout(STOP_S), self._client.delete(f"{self._base}/v1/streams/{self.id}"):
                 pass
         except server.FAILURES:
-            pass  # the server cancels the request --resume-s after the connection was closed
+            pass  # the server cancels the request by itself, --resume-s after the connection was closed
 
 
 async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[str]:
-    """Yield the lines of a stream.  Raises TimeoutError after SILENCE_S."""
+    """Yield the lines of a stream.  Raises TimeoutError if nothing arrives for SILENCE_S."""
     rest = b""
     while True:
         async with asyncio.timeout(SILENCE_S):

@@ -1,4 +1,4 @@
-"""Options of `quire top`, `quire chat` and `quire bench`.  Of the environment these commands read only API keys."""
+"""Options of `quire top`, `quire chat` and `quire bench`.  The only environment variables that set one are API keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEY_VARIABLES = ("QUIRE_API_KEY", "OPENAI_API_KEY")  # names of environment vari
 
 
 class ClientEnvironment(msgspec.Struct, frozen=True):
-    """Environment variable of clients; a server ignores it."""
+    """The environment variable of these commands; servers ignore it."""
 
     api_key: str = ""
 
@@ -88,7 +88,7 @@ class BenchConfig(ClientConfig, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def heed_interrupts() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt, also if the parent ignores it, as scripts do with `&`."""
+    """Let Ctrl-C raise KeyboardInterrupt, even if the parent made this process ignore it, as scripts do with `&`."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

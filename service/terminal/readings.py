@@ -2,9 +2,9 @@
 
     page --read--> Reading of one gateway --merge--> Reading of all --figures(now, before)--> Figures
 
-A reading is one sample.  Engines and lanes are gauges with equal values in every gateway: the maximum counts.  Counters
-and histograms belong to one gateway: their growth since the earlier reading is summed.  A gateway that the earlier
-reading lacks adds nothing, because the period of its counts is not known.
+Every gateway reports the same gauges of engines and lanes, so the maximum of all gateways is shown.  Counters and
+histograms are each gateway's own, so their growth since the earlier reading is summed.  A gateway that is not in the
+earlier reading adds nothing, because nobody knows how long it has counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.service.common import metrics
 from quire.service.common.metrics import Metric
 from quire.service.terminal.server import printable
 
-Labels = tuple[tuple[str, str], ...]  # sorted
+Labels = tuple[tuple[str, str], ...]  # (name, value) pairs, sorted
 
 
 class NotQuire(ValueError):
@@ -29,7 +29,7 @@ class NotQuire(ValueError):
 
 
 class Reading(NamedTuple):
-    """The samples of one or more pages at one moment."""
+    """What the metrics pages of one or more gateways said at one moment."""
 
     at_s: float
     samples: Mapping[str, Mapping[Labels, float]]  # values by the sample's name, then by its labels
@@ -61,7 +61,7 @@ def read(page: str, at_s: float) -> Reading:
 
 
 def merge(readings: Sequence[Reading]) -> Reading:
-    """Return one reading of several gateways; they differ in their label `gateway`."""
+    """Return the readings of several gateways as one.  The label `gateway` tells their series apart."""
     samples: dict[str, dict[Labels, float]] = defaultdict(dict)
     for one in readings:
         for name, series in one.samples.items():
@@ -73,13 +73,13 @@ class Latency(NamedTuple):
     """A percentile of a histogram."""
 
     seconds: float
-    beyond: bool  # the value is in the last bucket, which has no upper bound: at least `seconds`
+    beyond: bool  # the value is in the last bucket, which has no upper bound: it is at least `seconds`
 
 
 def quantile(buckets: Mapping[float, float], q: float) -> Latency | None:
     """Return the `q` quantile of a histogram, interpolated linearly within its bucket as Prometheus does.
 
-    `buckets`: observations up to each upper bound, +inf included.  None without observations."""
+    `buckets`: upper bound (the last is +inf) -> number of observations up to it.  Returns None without observations."""
     bounds = sorted(buckets)
     total = buckets[bounds[-1]] if bounds else 0.0
     if not total > 0:
@@ -90,7 +90,7 @@ def quantile(buckets: Mapping[float, float], q: float) -> Latency | None:
             if bound == math.inf:
                 break
             inside = low + (bound - low) * (rank - below) / (buckets[bound] - below)
-            return Latency(min(inside, bound), False)  # rounding may exceed the bucket by one unit in the last place
+            return Latency(min(inside, bound), False)  # `inside` may exceed the bound by a rounding error
         below, low = buckets[bound], bound if bound < math.inf else low
     return Latency(low, True)
 
@@ -101,9 +101,7 @@ class Percentiles(msgspec.Struct, frozen=True):
     p50: Latency | None = None
     p90: Latency | None = None
     p99: Latency | None = None
-    recent: bool = (
-        True  # observed in the window; False: since the gateways started, since nothing was observed in the window
-    )
+    recent: bool = True  # False: nothing was observed in the window, so these count from the gateways' start
 
 
 class EngineRow(msgspec.Struct, frozen=True):
@@ -117,10 +115,10 @@ class EngineRow(msgspec.Struct, frozen=True):
     used: float  # fraction of the pool that sequences hold
     cached: float  # fraction of the pool that only the prefix cache holds
     tokens_per_s: float | None
-    tokens_per_step: float | None  # output tokens of a sequence per step that computed it
+    tokens_per_step: float | None  # mean output tokens of one sequence per step that computed it
     hit_rate: float | None
     preemptions: float  # preemptions since the engine started
-    silent_s: float  # seconds since its last sync
+    silent_s: float  # seconds since the engine's last sync
 
 
 class TenantRow(msgspec.Struct, frozen=True):
@@ -143,31 +141,31 @@ class Lane(msgspec.Struct, frozen=True):
 
 
 class Drafts(msgspec.Struct, frozen=True):
-    """Drafts of all engines: in the window, or since their start without an earlier reading."""
+    """Drafts of all engines in the window; without an earlier reading, since the engines started."""
 
-    sources: dict[str, tuple[float, float]]  # source -> (computed, accepted)
-    refused: float  # draft tokens found but not computed, since they would not have saved time
+    sources: dict[str, tuple[float, float]]  # source -> draft tokens (computed, accepted)
+    refused: float  # draft tokens that engines found but did not verify, since that would not have saved time
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """Everything that one screen shows.  Rates and percentiles are None without an earlier reading or observations."""
+    """All values of one screen.  Without an earlier reading, rates are None, and so are shares without any events."""
 
     gateways: int
     engines: list[EngineRow]
     tenants: list[TenantRow]
     lanes: dict[str, Lane]
     open_requests: float
-    seconds: float | None  # between the readings
+    seconds: float | None  # seconds between the two readings
     tokens_per_s: float | None
     requests_per_s: float | None
-    tokens_per_step: float | None  # output tokens of a sequence per step that computed it
-    drafts: Drafts | None  # None: no engine drafts
+    tokens_per_step: float | None  # mean output tokens of one sequence per step that computed it
+    drafts: Drafts | None  # None: no engine uses speculative decoding
     hit_rate: float | None
     preemptions: float  # preemptions since the engines started
     preempted: float | None  # preemptions in the window
     first_token: Percentiles
     inter_token: Percentiles
-    refusals: dict[str, float]  # error code -> refusals in the window, or since the start without an earlier reading
+    refusals: dict[str, float]  # error code -> refusals in the window; without an earlier reading, since the start
     lost_tokens: float
     quarantined: float
 
@@ -184,7 +182,7 @@ class _Window:
     def growth(self, metric: Metric, end: str = "_total") -> dict[Labels, float]:
         """Return the growth of each series; a counter that fell was reset and counts from 0.
 
-        Omits a gateway without an earlier reading."""
+        Omits gateways that the earlier reading lacks."""
         old = self._before.of(metric, end) if self._before is not None else {}
         found = {}
         for labels, value in self._now.of(metric, end).items():
@@ -197,7 +195,7 @@ class _Window:
         return None if self.seconds is None else sum(growth) / self.seconds
 
     def percentiles(self, metric: Metric) -> Percentiles:
-        """Return the percentiles of the observations in the window, or else since the start."""
+        """Return the percentiles of the observations in the window; of all since the start if the window has none."""
         found = _percentiles(self.growth(metric, "_bucket"))
         if found.p50 is not None:
             return found
@@ -258,7 +256,7 @@ PER_ENGINE = {
 
 
 def _by(reading: Reading, metric: Metric, label: str) -> dict[str, float]:
-    """Return the maximum per value of `label`: every gateway reports the same state, some a moment later."""
+    """Return, for each value of `label`, the maximum over the gateways: they report one state, but not at once."""
     found: dict[str, float] = {}
     for labels, value in reading.of(metric).items():
         name = dict(labels)[label]
@@ -267,7 +265,7 @@ def _by(reading: Reading, metric: Metric, label: str) -> dict[str, float]:
 
 
 def _growths(now: Reading, before: Reading | None, metric: Metric) -> dict[str, float]:
-    """Return the growth of an engine's own counter, by engine; omits engines that `before` lacks."""
+    """Return engine -> growth of a counter that engines report.  Omits engines that `before` lacks."""
     found: dict[str, float] = defaultdict(float)
     for (engine, *_), growth in _series_growths(now, before, metric).items():
         found[engine] += growth
@@ -275,7 +273,7 @@ def _growths(now: Reading, before: Reading | None, metric: Metric) -> dict[str, 
 
 
 def _series_growths(now: Reading, before: Reading | None, metric: Metric) -> dict[tuple[str, ...], float]:
-    """Return the growth of each series of an engine's own counter, by engine and its other labels."""
+    """Return (engine, other labels) -> growth of each series of a counter that engines report."""
     names = ("engine", *metric.labels[2:])
     old = _by_all(before, metric, names) if before is not None else {}
     found = {}
@@ -286,7 +284,7 @@ def _series_growths(now: Reading, before: Reading | None, metric: Metric) -> dic
 
 
 def _by_all(reading: Reading, metric: Metric, names: Sequence[str]) -> dict[tuple[str, ...], float]:
-    """Return the maximum per combination of labels, as `_by` does."""
+    """Return, for each combination of values of the labels `names`, the maximum over the gateways."""
     found: dict[tuple[str, ...], float] = {}
     for labels, value in reading.of(metric).items():
         key = tuple(dict(labels)[name] for name in names)
@@ -295,7 +293,7 @@ def _by_all(reading: Reading, metric: Metric, names: Sequence[str]) -> dict[tupl
 
 
 def _per_step(tokens: float, jumped: float, accepted: float) -> float | None:
-    """Return the tokens of a sequence per step; None: not known.  Jumped tokens and accepted drafts took no step."""
+    """Return the mean tokens of one sequence per step.  Jumped tokens and accepted drafts took no step of their own."""
     steps = tokens - jumped - accepted
     return tokens / steps if steps > 0 else None
 
@@ -384,7 +382,7 @@ def _tenants(now: Reading, window: _Window) -> list[TenantRow]:
 def _summed(
     series: Mapping[Labels, float], chosen: Callable[[dict[str, str]], bool] = lambda labels: True
 ) -> dict[str, float]:
-    """Return the sum of the chosen series of each tenant."""
+    """Return tenant -> sum of those of its series whose labels `chosen` accepts."""
     found: dict[str, float] = defaultdict(float)
     for labels, value in series.items():
         if chosen(dict(labels)):
@@ -394,7 +392,7 @@ def _summed(
 
 # ----------------------------------------------------------------------------------------------------------- sorting
 
-# keyboard key -> (name of the sort order, sort value of an engine, sort value of a tenant; None: by name)
+# keyboard key -> (name of the sort order, sort value of an engine, sort value of a tenant)
 Sort = tuple[str, Callable[[EngineRow], Any], Callable[[TenantRow], Any]]
 SORTS: dict[str, Sort] = {
     "n": ("name", lambda row: row.name, lambda row: row.name),
@@ -407,7 +405,7 @@ SORTS: dict[str, Sort] = {
 
 
 def sort_rows(found: Figures, key: str, *, reverse: bool = False) -> Figures:
-    """Return the values with engines and tenants sorted: names ascend, numbers descend, unless `reverse`."""
+    """Return the values with sorted engines and tenants: names from A to Z, numbers from the greatest, or reversed."""
     _, of_engine, of_tenant = SORTS[key]
     descending = (key != "n") != reverse
     by_name = sorted(found.engines, key=lambda row: row.name), sorted(found.tenants, key=lambda row: row.name)

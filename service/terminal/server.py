@@ -1,4 +1,4 @@
-"""Addresses, keys and errors of a server, for the commands that talk to one.  Every failure is one line."""
+"""Addresses, API keys and error messages of a server, for the commands that talk to one."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import aiohttp
 from quire.engine.common.errors import OperatorError
 
 CONNECT_S = 10.0  # timeout in seconds for a connection
-ANSWER_S = 30.0  # seconds for a short answer, such as the list of models
-FAILURES = (aiohttp.ClientError, TimeoutError, OSError)  # exceptions of a request without an answer
+ANSWER_S = 30.0  # timeout in seconds for a short answer, such as the list of models
+FAILURES = (aiohttp.ClientError, TimeoutError, OSError)  # what aiohttp raises for a request that gets no answer
 KEY_HINT = "set --api-key, QUIRE_API_KEY or OPENAI_API_KEY"
 
 
 class ServerError(OperatorError):
-    """The server cannot be reached, or refuses; one line."""
+    """The server cannot be reached, or refuses the request; the message is one line."""
 
 
 class AddressError(OperatorError):
@@ -48,14 +48,14 @@ def base_url(text: str) -> str:
 
 
 def headers(api_key: str) -> dict[str, str]:
-    """Return the headers of every request.  Raises AddressError for a key that no header can carry."""
+    """Return the headers of all requests.  Raises AddressError if the key has a character that no header can carry."""
     if any(not 32 < ord(char) < 127 for char in api_key):
         raise AddressError("the API key has a character that no header can carry")
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 def session(api_key: str) -> aiohttp.ClientSession:
-    """Return a client session without a limit on the length of an answer."""
+    """Return a client session that lets an answer take any time."""
     limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
     return aiohttp.ClientSession(timeout=limits, headers=headers(api_key))
 
@@ -126,9 +126,9 @@ def choose_model(base: str, cards: list[Mapping[str, Any]], wanted: str) -> Mapp
 
 
 def printable(text: str) -> str:
-    """Return the text without control characters: a server must not move the cursor or set a terminal's title.
+    """Return the text in a form that cannot move the terminal's cursor or set its title.
 
-    Line ends and tabs stay.  Characters that reverse the direction of writing are replaced, too."""
+    Control characters, and characters that reverse the direction of writing, become U+FFFD. Line ends and tabs stay."""
     return "".join(
         char if char in "\n\t" or (unicodedata.category(char) not in ("Cc", "Cs") and char not in BIDI) else "\ufffd"
         for char in text

@@ -41,8 +41,8 @@ from quire.service.terminal.readings import (
 )
 
 PROG = "quire top"
-PAGE_S = 5.0  # timeout in seconds for a page of metrics
-PLAIN_WIDTH = 120  # columns of plain text
+PAGE_S = 5.0  # timeout in seconds for reading a page of metrics
+PLAIN_WIDTH = 120  # width in columns of output that is no terminal
 NONE = "-"  # shown for an unknown value
 
 
@@ -64,7 +64,7 @@ def main(words: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 async def fetch(client: aiohttp.ClientSession, url: str) -> Reading:
-    """Read one gateway's metrics.  Raises ServerError, whose line says what is missing."""
+    """Read one gateway's metrics.  Raises ServerError, whose message says what to change."""
     address = url if url.endswith("/metrics") else f"{url}/metrics"
     try:
         async with asyncio.timeout(PAGE_S), client.get(address) as response:
@@ -85,14 +85,14 @@ async def fetch(client: aiohttp.ClientSession, url: str) -> Reading:
 
 
 async def fetch_all(client: aiohttp.ClientSession, urls: Sequence[str]) -> Reading:
-    """Read all gateways at once.  Raises ServerError for the first that cannot be read."""
+    """Read all gateways at the same time.  Raises ServerError if one cannot be read."""
     return merge(await asyncio.gather(*(fetch(client, url) for url in urls)))
 
 
 def _client() -> aiohttp.ClientSession:
-    """Return a session with one connection to each server.
+    """Return a session that keeps one connection to each address.
 
-    Gateways that share a port answer in turn, but one connection stays with one of them."""
+    Gateways that share a port take new connections in turn, but a connection stays with one gateway."""
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit_per_host=1, keepalive_timeout=600))
 
 
@@ -111,16 +111,16 @@ async def _once(config: TopConfig) -> int:
 
 
 class Screen:
-    """The state of the screen: the sort order chosen by keys, and the last readings."""
+    """The state of the screen: the chosen sort order, and the last readings."""
 
     def __init__(self, window_s: float, urls: Sequence[str]) -> None:
         self.sort, self.reverse, self.leaving = "n", False, False
-        self.trouble = ""  # why the last reading failed
+        self.trouble = ""  # why the last reading failed; "": it did not
         self._window_s, self._urls = window_s, urls
         self._readings: deque[Reading] = deque()
 
     def add(self, reading: Reading) -> None:
-        """Add a reading, and drop readings from before the window."""
+        """Add a reading, and drop those older than the window, except the newest of them."""
         self.trouble = ""
         self._readings.append(reading)
         while len(self._readings) > 2 and self._readings[1].at_s <= reading.at_s - self._window_s:
@@ -151,7 +151,7 @@ async def _watch(config: TopConfig) -> int:
     urls = [server.base_url(url) for url in config.urls]
     screen = Screen(config.window_s, urls)
     async with _client() as client:
-        screen.add(await fetch_all(client, urls))  # before the screen opens, so that a wrong address prints one line
+        screen.add(await fetch_all(client, urls))  # not in the screen: an error stays visible
         pressed = asyncio.Event()
         with Live(screen.render(), screen=True, auto_refresh=False) as live, _keys(screen, pressed):
             due = time.monotonic() + config.interval_s
@@ -196,7 +196,7 @@ def _keys(screen: Screen, pressed: asyncio.Event) -> Iterator[None]:
 
 
 def render(found: Figures, urls: Sequence[str]) -> RenderableType:
-    """Return the summary and both tables."""
+    """Return the summary, the table of engines, and the table of tenants if there are any."""
     parts: list[RenderableType] = [summary(found, urls), engine_table(found)]
     if found.tenants:
         parts.append(tenant_table(found))
@@ -204,7 +204,7 @@ def render(found: Figures, urls: Sequence[str]) -> RenderableType:
 
 
 def summary(found: Figures, urls: Sequence[str]) -> Table:
-    """Return lines with values of the complete deployment."""
+    """Return lines with values of the whole deployment."""
     table = Table.grid(padding=(0, 2))
 
     def line(name: str, text: str, style: str = "") -> None:
@@ -238,7 +238,7 @@ def summary(found: Figures, urls: Sequence[str]) -> Table:
 
 
 def engine_table(found: Figures) -> Table:
-    """Return a row for each engine."""
+    """Return a table with a row for each engine."""
     table = _table(
         "engine", "model", "running", "waiting", "KV", "cached", "blocks", "tokens/s", "/step", "hits", "pre", "seen"
     )
@@ -263,7 +263,7 @@ def engine_table(found: Figures) -> Table:
 
 
 def tenant_table(found: Figures) -> Table:
-    """Return a row for each tenant."""
+    """Return a table with a row for each tenant."""
     table = _table("tenant", "queued tokens", "service", "requests/s", "tokens/s", "refused")
     for row in found.tenants:
         table.add_row(
@@ -301,7 +301,7 @@ def count(value: float) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a rate with three digits or more."""
+    """Return a rate with at least three significant digits."""
     if value is None:
         return NONE
     return f"{value:,.0f}" if value >= 100 or value == 0 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
@@ -312,7 +312,7 @@ def percent(value: float | None) -> str:
 
 
 def duration(latency: Latency | None) -> str:
-    """Return milliseconds below a second, else seconds."""
+    """Return a latency as text: in milliseconds below a second, else in seconds."""
     if latency is None:
         return NONE
     seconds = latency.seconds

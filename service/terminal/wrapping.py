@@ -14,17 +14,17 @@ PARTS = re.compile(
 
 
 class Wrapper:
-    """Writes text, with a line end before each word that does not fit."""
+    """Writes text, and ends the line before each word that does not fit on it."""
 
     def __init__(self, width: int, write: Callable[[str], None]) -> None:
         """`width`: columns, >= 1; 0: text is neither wrapped nor held back."""
         self._width, self._write = width, write
         self._column = 0
         self._word = ""
-        self._blanks = ""  # spaces before the word, which a line break drops
+        self._blanks = ""  # spaces before the word; omitted if the word begins a line
 
     def feed(self, text: str) -> None:
-        """Add text, cut anywhere."""
+        """Add text, which may end within a word."""
         if not self._width:
             self._write(text)
             return
@@ -42,13 +42,13 @@ class Wrapper:
                 self._end_word()
             else:
                 self._word += part
-                while cell_len(self._word) > self._width:  # longer than a line: cut it
+                while cell_len(self._word) > self._width:  # the word is longer than a line: cut it
                     self._word, rest = self._word[: self._width], self._word[self._width :]
                     self._end_word()
                     self._word = rest
 
     def flush(self) -> None:
-        """Write the text that is held back, at the end or a pause of the text."""
+        """Write the word that is held back, when the text ends or pauses."""
         if self._width:
             self._end_word()
 

@@ -2,10 +2,10 @@
 
 import { html, nothing } from "./vendor/lit-html-3.3.3.js";
 
-const KEY = "quire.key"; // key in sessionStorage, which no other tab can read
+const KEY = "quire.key"; // name of the entry with the API key in sessionStorage, which no other tab can read
 const BASE = new URL(".", document.baseURI); // the page may be served under a path prefix
 
-/** A refusal, or no answer at all (status 0). `retryAfterS` may be missing. */
+/** The server refused the request, or did not answer (status 0). `retryAfterS` may be missing. */
 export class ApiError extends Error {
 	constructor(status, code, message, retryAfterS) {
 		super(message);
@@ -57,5 +57,5 @@ export function resume(last, signal) {
 }
 
 export function cancel(requestId) {
-	return call(`v1/streams/${requestId}`, { method: "DELETE", keepalive: true }).catch(() => {}); // it may have ended
+	return call(`v1/streams/${requestId}`, { method: "DELETE", keepalive: true }).catch(() => {}); // the answer may have ended already
 }

@@ -19,14 +19,14 @@ const state = {
 	chat: null, // the open chat
 	models: [],
 	model: "",
-	trouble: null, // error of the request for the models
-	panel: "", // name of the open panel
+	trouble: null, // error of the request for the list of models
+	panel: "", // name of the open panel; "": none
 	theme: localStorage.getItem("quire.theme") ?? "auto",
 };
 state.chat = state.chats.find((chat) => chat.id === stored.open) ?? state.chats[0];
 const running = new Map(); // answer -> AbortController
 
-// -- drawing: at most once per frame; a page scrolled to its end stays there
+// -- drawing: at most once per frame; if the page is scrolled to its end, it stays at its end
 
 let frame = 0; // id of the animation frame
 let atEnd = true;
@@ -73,7 +73,7 @@ const act = {
 
 function ready() {
 	if (!fault()) return true;
-	show("Settings", true); // the panel that explains the error
+	show("Settings", true); // this panel shows what is wrong in "Other fields"
 	return false;
 }
 
@@ -191,7 +191,7 @@ const page = () => html`
 
 function takeKey(event) {
 	setApiKey(event.target.elements.key.value.trim());
-	show(state.panel, true); // retries a refused stream
+	show(state.panel, true); // opens the stream of the engine panel again if the server had refused it
 	loadModels();
 }
 

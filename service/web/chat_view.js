@@ -29,7 +29,7 @@ export function chatView(chat, act) {
 	</div>`;
 }
 
-/** Each node keeps its elements, so a change of branch moves neither focus nor open details to another. */
+/** Draws a node in an element of its own, so that the focus and open details stay with their node when the branch changes. */
 function inPlace(node, drawing) {
 	render(drawing, elementOf(node));
 	return elementOf(node);

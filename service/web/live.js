@@ -8,17 +8,17 @@ import { events } from "./sse.js";
 
 export const KINDS = ["free", "cached", "owned", "shared"];
 const KEEP_S = 300; // seconds of tokens/s that are kept
-const COUNTS = ["tokens", "jumped", "drafted", "accepted", "refused"]; // counters of each engine since its start
+const COUNTS = ["tokens", "jumped", "drafted", "accepted", "refused"]; // tokens that each engine has counted since its start
 const AGAIN_MS = 2000;
 
 export const sum = (items, of) => items.reduce((all, item) => all + of(item), 0);
 
-/** Engines by name, lanes, [unix s, sums of COUNTS] once per second, and an ApiError, shown instead. */
+/** `history`: [unix s, sums of COUNTS] once per second. `error`: an ApiError that the panel shows instead of the state. */
 export const live = { engines: new Map(), lanes: {}, history: [], error: null };
 
 let abort = null;
 
-/** Opens or closes the stream. Calls `changed` after each event. */
+/** Opens the stream if the panel is `wanted`, else closes it. Calls `changed` after each event. */
 export function watch(wanted, changed) {
 	abort?.abort();
 	if (!wanted || document.hidden) return;
@@ -40,13 +40,13 @@ async function follow(signal, changed) {
 			if (signal.aborted) return;
 			live.error = error;
 			changed();
-			if (error.status >= 400 && error.status < 429) return; // wait for another key
+			if (error.status >= 400 && error.status < 429) return; // no retry until the user enters another key
 		}
 		await new Promise((done) => setTimeout(done, AGAIN_MS));
 	}
 }
 
-/** Applies an event. A full one replaces everything; a change keeps absent fields. */
+/** Applies an event: a `full` one replaces the state; any other changes only the fields that it has. */
 export function apply({ t, engines = [], lanes, full }) {
 	if (full) live.engines.clear();
 	for (const { cells, changed = [], seqs = [], gone = [], ...fields } of engines) {

@@ -10,7 +10,7 @@ const LISTED = 12; // maximum sequences listed
 
 let wanted = false;
 let redraw = () => {};
-let panel = null; // last drawing; null: outdated
+let panel = null; // the last drawing of the panel; null: it must be drawn again
 let pointed = null; // {engine, cell} or {engine, name} under the pointer
 const canvases = new Map(); // name of an engine, or "rate" -> canvas
 
@@ -139,10 +139,10 @@ function open(element, width, height) {
 
 const widthOf = (element) => element.parentElement?.clientWidth || 300;
 
-/** Cells are as large as the panel allows: 3 to 14 pixels. */
+/** Draws the blocks of an engine, in cells as large as the panel allows: 3 to 14 pixels. */
 function drawMap(map, engine) {
 	const { kinds, refs, per_cell: perCell } = engine;
-	const width = map.isConnected ? widthOf(map) - 32 : 300; // without the panel's padding
+	const width = map.isConnected ? widthOf(map) - 32 : 300; // 32: the panel's padding
 	const size = Math.max(3, Math.min(14, Math.floor(Math.sqrt((width * MAP_HEIGHT) / kinds.length))));
 	const columns = Math.max(1, Math.floor(width / size));
 	map.grid = { size, columns };

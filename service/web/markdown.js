@@ -24,12 +24,13 @@ DOMPurify.addHook("afterSanitizeAttributes", (node) => {
 const ESCAPES = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;" };
 const escape = (text) => text.replace(/[&<>"']/g, (found) => ESCAPES[found]);
 
-// A pause is replaced by its number between two characters that shown text never has; code likewise.
+// In text that is being converted, these stand for a pause or a piece of code: its number between two characters that
+// no text contains.
 const PAUSE = /\uE000(\d+)\uE001/g;
 const ASIDE = /\uE002(\d+)\uE003/g;
 const clean = (text) => text.replace(/[\uE000-\uE003]/g, "\uFFFD");
 
-/** Returns the text with a mark behind each word at which the answer paused. */
+/** Returns the text with a mark after each word at which the answer paused. */
 function withPauses(text, pauses) {
 	let found = "";
 	let from = 0;
@@ -54,7 +55,7 @@ export function showMarkdown(container, text, pauses = []) {
 		if (before[at] === block) return;
 		const node = document.createElement("div");
 		let html = toHtml(block);
-		for (const sign of block.match(PAUSE) ?? []) if (!html.includes(sign)) html += sign; // its line is hidden
+		for (const sign of block.match(PAUSE) ?? []) if (!html.includes(sign)) html += sign; // the pause was in a line that is not shown
 		html = html.replace(PAUSE, (_, number) => showPause(pauses[number]));
 		node.append(DOMPurify.sanitize(html, ALLOWED));
 		if (at < container.childElementCount) container.children[at].replaceWith(node);
@@ -93,7 +94,7 @@ function toHtml(block) {
 		const [line, next] = lines;
 		let taken = 1;
 		const take = (pattern) => {
-			taken = lines.findIndex((one) => !pattern.test(one)) >>> 0; // -1 becomes "all of them"
+			taken = lines.findIndex((one) => !pattern.test(one)) >>> 0; // -1 becomes 2**32 - 1: all lines
 			return lines.slice(0, taken);
 		};
 		const heading = /^(#{1,6})\s+(.*)$/.exec(line);
@@ -150,7 +151,7 @@ function table([head, , ...rest]) {
 
 const link = (label, url) => `<a href="${url.replace(PAUSE, "")}">${label}</a>`;
 
-/** Emphasis, code and links of a line. Code and links are set aside first: they hold no emphasis. */
+/** Converts emphasis, code and links of a line. Code and links are set aside first, since they contain no emphasis. */
 function inline(line) {
 	const parts = [];
 	const aside = (html) => `\uE002${parts.push(html) - 1}\uE003`;

@@ -4,7 +4,7 @@ import { html } from "./vendor/lit-html-3.3.3.js";
 
 const STORED = "quire.settings";
 
-// Steps of the inputs. The server checks the limits.
+// Step of each input. The server checks the bounds of the numbers.
 const NUMBERS = {
 	temperature: 0.1,
 	top_p: 0.05,
@@ -19,11 +19,11 @@ const NUMBERS = {
 	beam_width: 1,
 };
 const label = (name) => (name === "n" ? "Answers" : name[0].toUpperCase() + name.slice(1).replace("_", " "));
-const ALTERNATIVES = 5; // per token in the token view
+const ALTERNATIVES = 5; // alternatives requested for each token, for the token view
 
 export const settings = { system: "", stop: "", extra: "", logprobs: false, ...JSON.parse(sessionStorage.getItem(STORED) ?? "{}") };
 
-/** Returns the body of a chat request. Throws SyntaxError if the other fields are no JSON object. */
+/** Returns the body of a chat request. Throws SyntaxError if the text of "Other fields" is no JSON object. */
 export function requestBody(model, messages, { logprobs = settings.logprobs } = {}) {
 	const body = { model, messages };
 	for (const name in NUMBERS) if (settings[name]) body[name] = Number(settings[name]);
@@ -45,7 +45,7 @@ function otherFields() {
 	return found;
 }
 
-/** Returns the error in the other fields, or "". */
+/** Returns the error in the text of "Other fields", or "". */
 export function fault() {
 	try {
 		otherFields();

@@ -1,6 +1,6 @@
 /**
  * Yields the events {id, data} and comments {comment} of a fetch response; EventSource cannot send an API key.
- * An id holds for later events too. Throws what the connection throws.
+ * An event without an id gets the last one. Throws what the connection throws.
  */
 export async function* events(body) {
 	const reader = body.pipeThrough(new TextDecoderStream()).getReader();

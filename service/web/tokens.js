@@ -1,8 +1,8 @@
-/** The token view: each token coloured by its surprise, and its alternatives. */
+/** The token view: each token is coloured by its surprise, and one token's alternatives are listed. */
 
 import { html } from "./vendor/lit-html-3.3.3.js";
 
-const BITS = 6; // maximum bits of surprise with their own colour
+const BITS = 6; // number of colours: one per bit of surprise, the last one for all greater values
 
 /** Surprise in bits, rounded down: 0 for a probability over 1/2, 1 for over 1/4. */
 const bits = (logprob) => Math.min(BITS - 1, Math.floor(-logprob / Math.LN2));
@@ -12,7 +12,7 @@ export const percent = (logprob) => {
 	return `${value >= 10 ? value.toFixed(0) : value.toPrecision(2)} %`;
 };
 
-/** A line break as a symbol. */
+/** Shows line breaks as a symbol. */
 export const inLine = (token) => token.replace(/\n/g, "\u21B5");
 
 const visible = (token) => inLine(token).replace(/ /g, "\u2423").replace(/\t/g, "\u21E5") || "\u2205";
