@@ -31,7 +31,7 @@ class TenantsWatch:
             yield
             return
         loop = asyncio.get_running_loop()
-        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread
             loop.add_signal_handler(signal.SIGUSR1, self._asked.set)
         task = asyncio.create_task(self._watch())
         try:

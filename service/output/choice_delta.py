@@ -28,9 +28,9 @@ class ChoiceDelta(msgspec.Struct):
     reasoning: str = ""  # new text of the reasoning
     calls: list[CallDelta] = []
     reasoning_tokens: int = 0  # reasoning tokens of the choice so far
-    score: float | None = None  # beam search's score of the choice, with `finish`
-    searched: int = 0  # tokens that beam search computed beyond those of its answers, with `finish`
-    shared: float = 0.0  # fraction of KV cache that the beams shared, with `finish`
+    score: float | None = None  # beam search's score of the choice; set with `finish`
+    searched: int = 0  # tokens that beam search computed but did not return; set with `finish`
+    shared: float = 0.0  # fraction of KV blocks that the beams shared; set with `finish`
     predictions: Predictions | None = None  # counts of draft tokens from the client's prediction so far
     parts: list[Part] = []  # text, reasoning and calls in the order in which the model wrote them
     content: list[Score] | None = None  # new entries of `logprobs.content` of a chat; set with logprobs

@@ -71,7 +71,7 @@ class Notation(msgspec.Struct, frozen=True, eq=False):
 
     open: Anchor
     close: Anchor | None = None
-    alone: Anchor | None = None  # an opening marker without a call
+    alone: Anchor | None = None  # an opening marker that has no call
     body: str = "json"  # key of `call_readers.READERS`
     captured: str = ""  # group of the opening marker's pattern that contains the name; "": none
     names: tuple[str, ...] = NAMES + OTHER_NAMES

@@ -4,7 +4,7 @@
 
 Every gateway reports the same gauges of engines and lanes, so the maximum of all gateways is shown.  Counters and
 histograms are each gateway's own, so their growth since the earlier reading is summed.  A gateway that is not in the
-earlier reading adds nothing, because nobody knows how long it has counted.
+earlier reading adds nothing, because the period of its counts is not known.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class NotQuire(ValueError):
 
 
 class Reading(NamedTuple):
-    """What the metrics pages of one or more gateways said at one moment."""
+    """The values on the metrics pages of one or more gateways at one moment."""
 
     at_s: float
     samples: Mapping[str, Mapping[Labels, float]]  # values by the sample's name, then by its labels
@@ -61,7 +61,7 @@ def read(page: str, at_s: float) -> Reading:
 
 
 def merge(readings: Sequence[Reading]) -> Reading:
-    """Return the readings of several gateways as one.  The label `gateway` tells their series apart."""
+    """Return the readings of several gateways as one.  Their series differ in the label `gateway`."""
     samples: dict[str, dict[Labels, float]] = defaultdict(dict)
     for one in readings:
         for name, series in one.samples.items():
@@ -405,7 +405,7 @@ SORTS: dict[str, Sort] = {
 
 
 def sort_rows(found: Figures, key: str, *, reverse: bool = False) -> Figures:
-    """Return the values with sorted engines and tenants: names from A to Z, numbers from the greatest, or reversed."""
+    """Return the values with sorted engines and tenants: names from A to Z, numbers from the largest, or reversed."""
     _, of_engine, of_tenant = SORTS[key]
     descending = (key != "n") != reverse
     by_name = sorted(found.engines, key=lambda row: row.name), sorted(found.tenants, key=lambda row: row.name)

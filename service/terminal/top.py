@@ -204,7 +204,7 @@ def render(found: Figures, urls: Sequence[str]) -> RenderableType:
 
 
 def summary(found: Figures, urls: Sequence[str]) -> Table:
-    """Return lines with values of the whole deployment."""
+    """Return lines with values of all engines and gateways."""
     table = Table.grid(padding=(0, 2))
 
     def line(name: str, text: str, style: str = "") -> None:
