@@ -1,6 +1,6 @@
 """Banned sequences (`Sampling.bad_words`): finds the tokens of each slot that would complete a banned sequence.
 
-A sequence must never be completed, so its last token is forbidden if its other tokens are the last generated ones.
+The last token of a sequence is forbidden while the last generated tokens are its other tokens.
 Only generated tokens count, as in transformers' NoBadWordsLogitsProcessor and in vLLM: a sequence that begins in the
 prompt is not detected.  A sequence of one token is forbidden everywhere.
 
@@ -25,7 +25,7 @@ import numpy.typing as npt
 from quire.engine.core.plan import Sampler
 from quire.engine.executor.followers import Follower, following
 
-KEPT = 64  # tries of the last requests; all sequences of one request share a trie
+KEPT = 64  # number of cached tries, most recently used; all sequences of one request share a trie
 EVERY = np.int32(-1)  # word of a mask that allows all of its 32 tokens
 
 

@@ -113,7 +113,7 @@ class Batch:
         edits, window_edits = self._windows.split(self._edits(plan))
         if edits is not None:
             self._host_tables[edits[:, 0], edits[:, 1]] = edits[:, 2]
-        for piece in plan.slices:  # a decoding slot with a slice computes the slice in this step
+        for piece in plan.slices:  # a decoding slot that has a slice computes only the slice in this step
             self._leave(piece.slot)
         decoding = len(self._order)
         for piece in plan.slices:
@@ -392,7 +392,7 @@ class Batch:
         return Mixed(shape, page, None, [])
 
     def idle_drafts(self) -> DraftRows:
-        """Return one draft of slot 0, which must not be in use."""
+        """Return the rows of one draft in slot 0, which must not be in use."""
         self._staging.begin_step()
         rows = DraftRows.stage([Slice(0, 0, [0, 0], drafts=1)], [0], 1, self._staging)
         self._staging.send()

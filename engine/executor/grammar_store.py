@@ -10,8 +10,8 @@ kept like a compiled grammar.
 
 Sizes of kept grammars are estimates, because llguidance reports none.  All copies of a matcher share its lexer, which
 grows with each mask.  So the estimate is FIXED bytes, plus bytes per byte of text and per token that copies consumed.
-When evicted grammars are freed, the freed bytes of malloc are compared with the estimates.  The ratio scales the other
-estimates.
+When evicted grammars are freed, the bytes that malloc gets back are compared with the estimates.  The estimates of
+other grammars are multiplied by this ratio.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class GrammarStore:
         if not self._finished:
             return []
         with self._lock:
-            texts = [text for text in self._finished if self._is_done(text)]  # some may be evicted, or held anew
+            texts = [text for text in self._finished if self._is_done(text)]  # others are evicted, or wait again
             self._finished.clear()
         return texts
 
@@ -252,7 +252,7 @@ class GrammarStore:
             return grammar.compiled.deep_copy()
 
     def used(self, text: str, tokens: int) -> None:
-        """Note that a copy is freed, and how many tokens it has consumed."""
+        """Record that a matcher's copy is freed, and how many tokens it has consumed."""
         with self._lock:
             if (grammar := self._grammars.get(text)) is None:
                 return

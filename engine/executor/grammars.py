@@ -83,8 +83,8 @@ MAX_FOUND = 2048
 def may_jump(sampling: Sampling) -> bool:
     """Return whether forced tokens of a request may be computed without being sampled.
 
-    Log-probabilities need the logits of each position.  The other settings may forbid a token that the grammar forces,
-    which ends the request when that token would be sampled."""
+    Log-probabilities need the logits of each position.  Banned sequences, allowed tokens and biases of -inf may forbid
+    a token that the grammar forces: sampling finds this and ends the request."""
     return (
         sampling.logprobs < 0
         and not sampling.bad_words
@@ -110,7 +110,7 @@ class _Row:
     reported: bool = True  # the forced tokens ahead have been reported
 
     def take(self, token: int) -> None:
-        """Note the sampled token; the matcher consumes it before its next use."""
+        """Record the sampled token; the matcher consumes it before its next use."""
         if self.matcher is None or token < 0:
             return
         self.early -= 1
@@ -122,7 +122,7 @@ class _Row:
             self.behind = True
 
     def catch_up(self) -> None:
-        """Consume the token that was noted last, if any."""
+        """Let the matcher consume the last recorded token, if it has not yet."""
         if self.behind and self.matcher is not None:
             self.matcher.consume_token(self.taken[-1])
         self.behind = False

@@ -81,8 +81,8 @@ def mixed_shapes(max_seqs: int, step_tokens: int, *, drafts: bool) -> list[Shape
 
 
 def memory_first(shapes: Iterable[Shape]) -> list[Shape]:
-    """Return the order of captures of mixed steps: the one with the maximum tokens first, so that all others find their
-    memory in the pool, then from the smallest on, in case time runs out.
+    """Return mixed steps in the order of their capture: the one with the most tokens first, so that all others find
+    their memory in the pool, then from the smallest on, in case time runs out.
 
     Captured in ascending order, the graphs of a 30B mixture of experts did not fit into 80 GB beside its weights."""
     by_tokens = sorted(shapes, key=lambda shape: shape.total)

@@ -1,4 +1,4 @@
-"""Packing of int4 weights for a GPU, on any device.  csrc/cuda/linear/int4.h has the layout.
+"""Packs int4 weights, on any device, in the layout of the GPU kernels (csrc/cuda/linear/int4.h).
 
 `values` [out, in / 2], scale and zero [out, groups]
     │  16 rows x 128 inputs at a time
@@ -59,7 +59,7 @@ def pack(values: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Te
 
 
 def _lane_words(values: Tensor) -> Tensor:
-    """Return [row blocks, k blocks, 1024] u8: the words of each lane, alternating between its two rows."""
+    """Return [row blocks, k blocks, 1024] u8: each lane's words, which come in turn from its two rows."""
     single = torch.stack([values & 0xF, values >> 4], -1).flatten(1)
     # The weight at row 8 r + g and column 64 half + 32 h + 8 t + 4 j + byte of a packed block is in byte `byte` of word
     # 2 j + r of lane 4 g + t: in the low nibble if h = 0, in the high nibble if h = 1.

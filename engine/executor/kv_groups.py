@@ -5,8 +5,8 @@
     memory          the rest                            max_seqs windows, a step's tokens, 1/8 more for cached blocks
 
 `core/layer_groups.py` defines which blocks a sequence holds.  The window blocks that all slots can hold together follow
-from windows and slots, so they are allocated first.  If memory is too small for all slots, fewer long sequences can run
-at once: as many as fit if each is four windows long.  One block table serves all layers in these cases:
+from windows and slots, so they are allocated first.  If memory is too small for all slots, there are window blocks for
+as many sequences as fit if each is four windows long.  One block table serves all layers in these cases:
 
   * layers are of one kind, or a window is as long as the longest sequence
   * with several ranks, with recurrent layers, and on a GPU unless `window_groups` is on
@@ -119,8 +119,8 @@ def shapes_by_group(caches: Caches) -> list[list[list[Tensor]]]:
 def swap_for(caches: Caches, host_bytes: int) -> Swap | GroupedSwap:
     """Return the swap of all layers' blocks.  `host_bytes` are divided among the groups in proportion to their size.
 
-    No sequence starts while another one is swapped out, so at most the contents of the cache are swapped out.  That
-    takes up to twice the cache's blocks if most were shared, because each holder gets a copy."""
+    No sequence starts while another one is swapped out, so at most the contents of the cache are swapped out.  If most
+    blocks are shared, that takes up to twice the cache's blocks, because each sequence's blocks are copied."""
     tensors = [[tensor for shape in shapes for tensor in shape] for shapes in shapes_by_group(caches)]
     counts = [len(own[0]) for own in tensors]
     total = sum(tensor.nbytes for own in tensors for tensor in own)

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# Maximum unneeded rows that are sent to merge two copies into one.  A copy takes 5 us on the host; 8 rows of 151,936
-# tokens take 3 us on the bus.
+# Two copies are merged if at most this many unneeded rows lie between them.  A copy takes 5 us on the host; 8 rows of
+# 151,936 tokens take 3 us on the bus.
 GAP = 8
 
 
@@ -25,7 +25,7 @@ class Masks:
     def __init__(self, max_seqs: int, vocab_size: int, device: torch.device) -> None:
         gpu = device.type == "cuda"
         self._host = torch.zeros(max_seqs, -(-vocab_size // 32), dtype=torch.int32, pin_memory=gpu)
-        self._device = self._host.to(device)  # on a CPU the host's memory
+        self._device = self._host.to(device)  # on a CPU this is self._host
         self._stream = torch.cuda.Stream(device) if gpu else None
 
     @property

@@ -178,7 +178,7 @@ class SamplerBank:
             if self._following is None:
                 raise RuntimeError("a request with a grammar or bad_words reached an executor without masks")
             constraints, masks = self._following
-            constraints.assign(slot, sampler)  # a jumping request keeps its matcher
+            constraints.assign(slot, sampler)  # a request that jumps over forced tokens keeps its matcher
             record["mask"] = masks.address(slot)
         elif self._following is not None:
             self._following[0].free(slot)

@@ -62,7 +62,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 LATER_FIELDS = ("bad_words", "logprob_token_ids")
 PREDICTIONS = "predicted"  # name in EngineLoad.honours if the engine takes drafts from Generate.predicted
 ADAPTERS = "adapter"  # name in EngineLoad.honours if the engine supports Generate.adapter
-LEAVES_ADAPTERS = "no_adapter"  # name in it if the engine supports no adapters and returns requests that need one
+LEAVES_ADAPTERS = "no_adapter"  # name in EngineLoad.honours if the engine returns requests that need adapters
 
 
 class Beams(msgspec.Struct, frozen=True, omit_defaults=True):

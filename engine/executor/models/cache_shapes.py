@@ -25,8 +25,8 @@ GPU_HEAD_SIZES = (64, 80, 96, 128, 192, 256)  # csrc/cuda/attention is compiled 
 
 
 def cached_layers(kind: str, layers: list[KVShape], device: torch.device) -> list[KVShape]:
-    """Return what each layer caches on the device.  layers: KV shape per layer, with the wider head size of key and
-    value.
+    """Return the KV shape that each layer caches on the device.  layers: KV shape per layer; its head size is the
+    wider one of key and value.
 
     kind: the model type.  Raises UnsupportedModel for heads wider than any kernel of a GPU takes."""
     if device.type != "cuda":

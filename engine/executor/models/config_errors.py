@@ -1,4 +1,4 @@
-"""Finds the config field that made transformers fail: its exceptions often have only the value, or nothing."""
+"""Finds the config field that made transformers fail: its exceptions often name only the value, or no cause."""
 
 from __future__ import annotations
 

@@ -176,9 +176,9 @@ def placed(module: PreTrainedModel, kind: str, device: torch.device) -> PreTrain
 
 
 class Proved(NamedTuple):
-    """Results of the proof of a model."""
+    """What the comparison of a model with transformers has found."""
 
-    layers: list[KVShape]  # shapes that each layer caches
+    layers: list[KVShape]  # KV shape that each layer caches
     states: list[StateShape]  # recurrent state of layers that have it
     vocab_size: int  # width of the logits
     sites: Sites | None  # LoadedModel.sites
@@ -205,7 +205,7 @@ def prove(
 def prove_states(
     module: PreTrainedModel, max_model_len: int, swap: dict[str, bool], *, quantises_activations: bool
 ) -> Proved:
-    """Prove a model with recurrent layers, and replace these layers by our modules."""
+    """Verify a model with recurrent layers against transformers, and replace these layers by our modules."""
     proof = probe_recurrent(module, max_model_len)
     proof = proof._replace(layers=cached_layers(module.config.model_type, proof.layers, module.device))
     states = families.replace_layers(module)

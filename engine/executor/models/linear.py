@@ -153,7 +153,7 @@ class Product(nn.Module):
         if len(inner) <= ops.LORA_TILE:
             y, ready = self._gemm_sharing(inner, plus)
             return ops.lora_on_gpu(inner, rows, site, y, silu_mul=self.silu_mul, x_is_ready=ready)
-        h = ops.lora_shrink(inner, rows, site)  # first, because the GEMM after it prefetches its weights meanwhile
+        h = ops.lora_shrink(inner, rows, site)  # before the GEMM, which prefetches its weights meanwhile
         return ops.lora_expand(h, rows, site, self._gemm(inner, plus), silu_mul=self.silu_mul)
 
     def _gemm_sharing(self, x: Tensor, plus: Tensor | None) -> tuple[Tensor, bool]:

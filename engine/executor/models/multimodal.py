@@ -86,7 +86,7 @@ def _remove(parent: nn.Module, path: str, needed: set[int], removed: list[str]) 
     kept = {name: _remove(child, f"{path}{name}.", needed, removed) for name, child in parent.named_children()}
     if any(kept.values()):
         for name in [name for name, keep in kept.items() if not keep]:
-            if next(parent.get_submodule(name).parameters(), None) is not None:  # text may use a module without any
+            if next(parent.get_submodule(name).parameters(), None) is not None:  # none: text may use it
                 delattr(parent, name)
                 removed.append(path + name)
     return any(kept.values())

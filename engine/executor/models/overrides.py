@@ -30,7 +30,7 @@ ROPE = ("rope_scaling", "rope_parameters")
 ROPE_FIELDS = {*RopeParameters.__annotations__, "type", "short_mscale", "long_mscale", "mrope_interleaved"}
 ROPE_KEPT = {"rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}  # kept if the kind changes
 FIXED = {"model_type", "transformers_version"}  # select the config class, and do not describe the model
-CONVERTED = {"dtype", "torch_dtype"}  # read back with another type than they were written
+CONVERTED = {"dtype", "torch_dtype"}  # transformers reads them as another type than it writes
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _merge(described: dict[str, Any], changes: dict[str, Any], config: Pretraine
             at = next((each for each in ROPE if described.get(each)), name)
             found[at] = _merge_rope(found.get(at) or {}, value, config, f"{path}{name}")
         elif name == "rope_theta" and (angles := found.get("rope_parameters")) and "rope_theta" in angles:
-            found["rope_parameters"] = angles | {name: value}  # where the file has it
+            found["rope_parameters"] = angles | {name: value}  # the file has rope_theta there
         elif isinstance(inner, PretrainedConfig):
             if not isinstance(value, dict):
                 raise ModelLoadError(f"{OPTION}: {path}{name} must be an object")

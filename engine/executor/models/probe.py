@@ -27,7 +27,7 @@ from quire.engine.executor.step_tensors import AttentionPlans, StepTensors
 
 PROBE = "kv_blocks_probe"
 SLIDING = "sliding_attention"  # transformers' name of a kind of layer
-MAX_HEAD_SIZE = 512  # maximum of the CPU kernels
+MAX_HEAD_SIZE = 512  # limit of the CPU attention kernels
 # Maximum difference of logits between two runs of equal shapes, relative to the largest logit; 0 for dense models.
 LEAK = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 # Maximum difference between the served model's logits and the probe's, relative to the largest logit: rounding only.
@@ -36,7 +36,7 @@ MAX_DRIFT = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.2}
 # differed by 0.02 to 0.21, and a model of 48 layers with large random weights by 0.35.  Unrelated logits differ by 1
 # and more.  So this limit finds only gross errors.
 MAX_DRIFT_OF_QUANTISED_ACTIVATIONS = 0.6
-# Attention keywords that change nothing here: dropout is for training, the others are handled or describe the batch.
+# Attention keywords that need no support: dropout is for training, others describe the batch or what to return.
 HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits", "position_embeddings"}
 
 
@@ -164,7 +164,7 @@ def cache_argument(module: nn.Module) -> str:
 class Proof(NamedTuple):
     """Results of a probe."""
 
-    layers: list[KVShape]  # shapes that each attention layer caches
+    layers: list[KVShape]  # KV shape that each attention layer caches
     vocab_size: int  # width of the logits
     ids: Tensor  # [1, FIRST + SECOND] i64: two packed sequences
     positions: Tensor  # [1, FIRST + SECOND]: the second sequence ends at the last position of max_model_len

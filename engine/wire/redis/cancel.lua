@@ -6,7 +6,7 @@ local gateway = ARGV[1]
 local function drop_choice(id, index)
   local key = P .. 'req:' .. id
   local engine, dropped = unpack(call('HMGET', key, 'engine', 'dropped'))
-  call('HDEL', key, 'dropped')  -- a first write that full memory never refuses
+  call('HDEL', key, 'dropped')  -- deletes first: Redis runs that even when its memory is full
   call('HSET', key, 'dropped', (dropped or '') .. ' ' .. index)
   if engine then order(engine, id .. ' ' .. index) end
 end

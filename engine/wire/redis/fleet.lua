@@ -11,7 +11,7 @@ local gateway, grace, beat, after, since = unpack(ARGV)
 local function register_heartbeat()  -- returns 1 if Redis has the gateway's last heartbeat, else 0
   local key = P .. 'gateway:' .. gateway
   local before = call('GET', key)
-  call('DEL', key)  -- a first write that full memory never refuses
+  call('DEL', key)  -- deletes first: Redis runs that even when its memory is full
   call('SET', key, beat, 'PX', GATEWAY_MS)
   call('SADD', P .. 'gateways', gateway)
   return before and (before == beat or before + 1 == beat + 0) and 1 or 0

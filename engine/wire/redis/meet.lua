@@ -5,6 +5,6 @@ local key = P .. 'layout'
 
 local known = call('HMGET', key, 'redis', 'wire')
 if known[1] and known[2] then return known end
-call('DEL', key)  -- a first write that full memory never refuses
+call('DEL', key)  -- deletes first: Redis runs that even when its memory is full
 call('HSET', key, 'redis', layout_version, 'wire', wire_version)
 return {layout_version, wire_version}

@@ -24,7 +24,7 @@ local function log_lengths(id)
 end
 
 if (call('HGET', state, 'session') or session) ~= session then return redis.error_reply('SUPERSEDED') end
-call('HDEL', state, 'reply')  -- a first write that full memory never refuses
+call('HDEL', state, 'reply')  -- deletes first: Redis runs that even when its memory is full
 flush_tail(engine)
 local held, kept = {}, {}
 for i = FIRST, #ARGV do

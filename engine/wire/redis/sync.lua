@@ -45,7 +45,7 @@ if not repeated then
   if leaves_hole(x.segments) then return false end
 end
 
-call('PEXPIRE', state, MEMORY_MS)  -- a first write that full memory never refuses, because syncs free memory
+call('PEXPIRE', state, MEMORY_MS)  -- first write: one that Redis allows when its memory is full
 renew_lease(x.engine, load, x.lease_ms)
 local waiting, engines = call('HLEN', P .. 'waiting'), call('ZCARD', P .. 'engines')
 -- The digests are renewed with the lease.  The engine sends only changes, so the reply says if there are no digests.

@@ -187,7 +187,7 @@ class Quantising:
         self._stored_experts = StoredExperts(set(modules))
 
     def divide(self, modules: Iterable[str], ranks: Ranks) -> None:
-        """Note modules sharded by columns.  The scale of a row is that of the complete row, as with one rank.
+        """Take the names of modules sharded by columns.  A row's scale is that of the complete row, as with one rank.
 
         So the ranks exchange the maximum of each row; all ranks must set these weights in the same order."""
         self._ranks, self._divided = ranks, frozenset(modules)

@@ -52,7 +52,7 @@ EXPERT_PARTS = {
     **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate_up_proj"),
     **dict.fromkeys(("down_proj", "w2"), "down_proj"),
 }
-# Tables of ours for architectures without one in transformers.  Paths are those of the base model.
+# Sharding of architectures for which transformers has no table.  Paths are those of the base model.
 OWN_TABLES = {
     "gpt_oss": {
         "layers.*.self_attn.q_proj": "colwise",
@@ -79,7 +79,7 @@ OWN_TABLES = {
         },
     },
 }
-OWN_HEAD = {"lm_head": "colwise_gather_output"}  # head for tables of ours, if transformers' class has no entry for it
+OWN_HEAD = {"lm_head": "colwise_gather_output"}  # if transformers' class has no entry for it
 # Entries of our tables -> sharded dimension, unit of its size, number of equal parts that are sharded separately.
 EVEN = {"heads": (-1, 1, 1), "columns": (-1, 1, 1), "pairs": (-1, 2, 1), "thirds": (-1, 1, 3), "rows": (-2, 1, 1)}
 SUMS = {"moe_tp_experts", "sum"}

@@ -49,7 +49,7 @@ local function capacity_elsewhere(me)
   return tokens
 end
 
--- Renew the engine's lease.  Its value: version, unix ms, load.  One counter numbers the versions of all leases, so
+-- Renew the engine's lease, whose value is version, unix ms, load.  One counter numbers the versions of all leases, so
 -- that a reading of the fleet returns only the leases with a higher version than at the previous reading.
 local function renew_lease(engine, load, lease_ms)
   local value = struct.pack('>dd', call('INCR', P .. 'changes'), now_ms()) .. load

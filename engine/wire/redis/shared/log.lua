@@ -49,7 +49,7 @@ local function flush_tail(engine)  -- append the tokens of the engine's unflushe
   local key = P .. 'tail:' .. engine
   local messages = call('LRANGE', key, 0, -1)
   if #messages == 0 then return end
-  call('DEL', key)  -- a first write that full memory never refuses
+  call('DEL', key)  -- deletes first: Redis runs that even when its memory is full
   for _, message in ipairs(messages) do
     for _, part in ipairs(cmsgpack.unpack(message)[2]) do
       for _, delta in ipairs(part[2]) do
