@@ -34,7 +34,7 @@ def throughput(results: Results) -> Iterator[str]:
     yield f"| output tokens/s | **{v(ours['tokens_per_s'], ',.0f')}** | {v(theirs['tokens_per_s'], ',.0f')} |"
     yield f"| one request alone, ms per token | {v(ours['batch1_ms_per_token'], '.1f')} | |"
     yield f"| slots that hold tokens, of slots allocated | {v(ours['slots_filled'], '.3f')} | |"
-    yield f"Quire generates {v(theirs['quire_is_faster_by'], '.1f')} times Transformers' tokens."
+    yield f"Quire generates {v(theirs['quire_is_faster_by'], '.1f')} times as many tokens per second as Transformers."
 
 
 def gateway(results: Results) -> Iterator[str]:

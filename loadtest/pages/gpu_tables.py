@@ -233,7 +233,7 @@ def kernels(results: Results) -> Iterator[str]:
         f"perplexity {v(short_text['bfloat16'], '.2f')} becomes {v(short_text['kv e4m3'][0], '.2f')} on 1,024 tokens of "
         f"`docs/architecture.md`, and {v(long_text['bfloat16'], '.2f')} becomes {v(long_text['kv e4m3'][0], '.2f')} on"
     )
-    yield f"The most probable next token stays at {v(short_text['kv e4m3'][1], '.2f')} of all positions"
+    yield f"At {v(short_text['kv e4m3'][1], '.2f')} of all positions the most probable next token is the same"
 
 
 def recovery(results: Results) -> Iterator[str]:

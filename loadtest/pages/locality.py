@@ -41,8 +41,8 @@ def lines(results: Results) -> Iterator[str]:
     yield f"and with {v(hit, '.2f')} of the hit rate of *one*"
     yield f"({v(runs[3]['served_per_s'], '.0f')} instead of {v(runs[4]['served_per_s'], '.0f')} served per second)"
     quiet = {index: v(1000 * runs[index]["ttft_by_tenant"]["quiet"][2], ".0f") for index in (8, 9, 10, 15, 16)}
-    yield f"of another tenant: {quiet[8]} ms in order, {quiet[9]} ms with locality."
-    yield f"too much for the engines: {quiet[10]} ms. Alone it waits {quiet[16]} ms in order and {quiet[15]} ms with locality."
+    yield f"150 prefix requests per second: {quiet[8]} ms in order, {quiet[9]} ms with locality."
+    yield f"too much for the engines: {quiet[10]} ms. Without the other tenant: {quiet[16]} ms in order and {quiet[15]} ms with locality."
     yield from claims(results["locality"]["exchange_script"]["runs"][2:])
 
 

@@ -44,12 +44,12 @@ def cpu(result: dict[str, Any]) -> Iterator[str]:
     )
     yield (
         f"becomes {v(int4['perplexity'], '.1f')} from {v(int4['perplexity_plain'], '.1f')}, and the most probable next token "
-        f"stays at {v(int4['agreement'], '.2f')} of all positions"
+        f"is the same at {v(int4['agreement'], '.2f')} of all positions"
     )
     peer = result["llama_cpp"]["int4_with_its_head_in_8_bits"]
     theirs, ours = peer["llama_cpp_ms_per_token"], peer["quire_ms_per_token"]
     prompts, own = peer["llama_cpp_prompt_ms"], peer["quire_prompt_ms"]
-    yield f"takes {v(min(theirs), '.1f')} to {v(max(theirs), '.1f')} ms per token on these cores, in turn with {v(min(ours), '.1f')} and {v(max(ours), '.1f')} for Quire"
+    yield f"takes {v(min(theirs), '.1f')} to {v(max(theirs), '.1f')} ms per token on these cores; Quire, run in turn with it, takes {v(min(ours), '.1f')} and {v(max(ours), '.1f')}."
     yield f"prompt of 128 tokens takes {v(min(prompts), '.0f')} to {v(max(prompts), '.0f')} ms with llama.cpp, {v(min(own), '.0f')} and {v(max(own), '.0f')} with Quire."
 
 
@@ -70,7 +70,7 @@ def zen4(results: Results) -> Iterator[str]:
         f"{v(min(ours), '.1f')} to {v(max(ours), '.1f')}."
     )
     prompts, own = vnni["llama_cpp"]["prompt_of_128_ms"], vnni["first_token_ms_of_a_prompt_of_128"]["int4"]
-    yield f"128 tokens takes it {v(min(prompts))} to {v(max(prompts))} ms, and {v(min(own), '.0f')} to {v(max(own), '.0f')} with Quire."
+    yield f"128 tokens takes {v(min(prompts))} to {v(max(prompts))} ms with llama.cpp, {v(min(own), '.0f')} to {v(max(own), '.0f')} with Quire."
     slow = vnni["figures"]
     yield (
         f"({v(slow['int8']['prompt_ratio'], '.2f')} times the speed of bfloat16 with int8, "
@@ -96,7 +96,7 @@ def gpu(results: Results) -> Iterator[str]:
     yield (
         f"becomes {v(short[key][0], '.2f')} from {v(short['bfloat16'], '.2f')} on 1,024 tokens of `docs/architecture.md`, and "
         f"{v(long[key][0], '.2f')} from {v(long['bfloat16'], '.2f')} on 8,192 tokens of `docs/api.md`; the most probable next "
-        f"token stays at {v(short[key][1], '.2f')} and {v(long[key][1], '.2f')} of all positions"
+        f"token is the same at {v(short[key][1], '.2f')} and {v(long[key][1], '.2f')} of all positions"
     )
     steps = results["fp8_few_h200"]["steps"]
     ratios = [steps[2]["ms_a_token"]["1"] / steps[3]["ms_a_token"]["1"]]

@@ -25,7 +25,7 @@ def lines(results: Results) -> Iterator[str]:
         f"{v(1000 * large['ttft'][1], '.0f')} ms; with four {v(small['hit_rate'], '.2f')}, "
         f"{v(1000 * small['ttft'][0], '.0f')} and {v(1000 * small['ttft'][1], '.0f')} ms"
     )
-    yield f"Redis needs {v(large['redis']['cores'], '.1f')} cores and {v(small['redis']['cores'], '.1f')}."
+    yield f"Redis needs {v(large['redis']['cores'], '.1f')} cores with 16 engines, {v(small['redis']['cores'], '.1f')} with four."
     often = results["scale"]["runs"][4]["redis"]
     yield f"With 2 ms a cell of eight makes {v(often['exchanges_per_request'], '.1f')} syncs per request"
 

@@ -18,7 +18,7 @@ from quire.service.api.skipped import Skipped
 from quire.service.common.limits import shown
 from quire.service.common.refusal import bad_request, unsupported
 
-NOTE = "[{} left out: this model reads text only]"  # in a tool's result, which must not end the conversation
+NOTE = "[{} left out: this model reads text only]"  # replaces an image in a tool's result
 TEXTS = ("text", "input_text", "output_text")
 SERVED = (*TEXTS, "refusal", "a file of text")
 THOUGHTS = ("thinking", "reasoning")

@@ -92,7 +92,7 @@ def _unknown_fields(
 def _out_of_range(param: str, config: GatewayConfig | None) -> Refusal:
     """Return the refusal of a number beyond the range of the JSON decoder."""
     name, *within = re.split(r"[.\[]", param)
-    known = LIMITS.get(name) if len(within) < 2 else None  # LIMITS of a list: its length, not an element
+    known = LIMITS.get(name) if len(within) < 2 else None  # the limit of a list is its length, not its values
     limit = (known.text(config or GatewayConfig()) if known is not None else "") or "a number of 64 bits"
     given = "a number out of range"
     return _bad("invalid_value", f"{param}: must be {limit}, got {given}", param, limit, given)

@@ -262,7 +262,9 @@ class Format:
         *,
         first: bool = False,
     ) -> bytes:
-        """Return one event.  `delta`: None for the event with the role.  `first`: it is the choice's first event."""
+        """Return one event.
+
+        `delta`: None for the event with the role.  `first`: whether this is the choice's first event."""
         valid = self._valid
         entry: dict[str, Any] = {"index": choice, **body, "logprobs": None, "finish_reason": None}
         if not valid.return_token_ids:

@@ -48,7 +48,7 @@ class Timer:
         self.args = args
 
     def cancel(self) -> None:
-        """Drop the callback.  Does nothing if it has run."""
+        """Drop the callback.  Does nothing if the callback has run."""
         if self.callback is not None:
             self.callback, self.args = None, ()
             self._pacer.forget_one()

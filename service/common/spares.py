@@ -177,6 +177,6 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def raise_priority(pid: int) -> None:
-    """Raise a process with a low priority, as preparing spares have, to this process's, if the system allows it."""
+    """Give a spare or the fork server, which begin at a low CPU priority, that of this process, if it is allowed."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0))

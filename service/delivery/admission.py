@@ -36,7 +36,7 @@ from quire.service.config import GatewayConfig
 
 RETRY_CAP_S = 60.0  # maximum Retry-After: clients ignore or refuse to honour longer pauses
 JITTER = 0.25  # maximum random lengthening of Retry-After, as a fraction, so that clients spread out
-PROMISE_JITTER = 0.05  # the same for promised retries (retry_book.py), which are already spread out
+PROMISE_JITTER = 0.05  # JITTER of promised retries (retry_book.py), which are already spread out
 # A promised retry may wait this many times the lane's maximum wait.  So it is admitted even if engines were slower than
 # estimated.
 KEPT = 2.0
@@ -73,7 +73,7 @@ class Cost(msgspec.Struct, frozen=True):
 class Promised(NamedTuple):
     """Promised retries of refused clients, which count as if queued before a request (`retry_book.py`)."""
 
-    tokens: int = 0  # prompt tokens of these retries
+    tokens: int = 0  # prompt tokens of all promised retries
     due: bool = False  # True if the request itself is a promised retry whose time has come
     due_tokens: int = 0  # prompt tokens of the retries whose time has come
 
@@ -163,9 +163,9 @@ def _starts(load: EngineLoad) -> float:
     """Return the prompt tokens per second that an engine with a queue starts.
 
     Let P and G be the prompt and generated tokens of the engine so far.  In a steady state new sequences have the same
-    ratio of P to G.  So the share P / (P + G) of each freed block goes to prompts, and P / G prompt tokens start per
-    generated token.  Each of these two rates is a lower bound while the batch still fills, so the larger one is
-    returned. 0 until a sequence has ended while others waited: before that P / G would be far too large."""
+    ratio of P to G.  So there are two estimates: the fraction P / (P + G) of freed blocks goes to prompts, and P / G
+    prompt tokens start per generated token.  While the batch still fills, both are lower bounds, so the larger one is
+    returned.  Returns 0 until a sequence has ended while others waited: before that P / G would be far too large."""
     prompt, generated = load.prompt_tokens, load.generated_tokens
     if not prompt or not generated or not load.blocks_per_s:
         return 0.0

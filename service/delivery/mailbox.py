@@ -68,7 +68,7 @@ class Mailbox:
         self.lost = self.repeated = 0  # tokens that even the log lacks; tokens that arrived twice
         self.cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprob] | None = None
-        self.predictions: Predictions | None = None  # counts from the last delta that had them
+        self.predictions: Predictions | None = None  # from the last delta that had predictions
         self.had: list[int] = []  # tokens before `at`, which a resuming client already has
         self.had_logprobs: Sequence[TokenLogprob] | None = None
         self.ended = False  # a Finish arrived, or this gateway set one: no more tokens will arrive
@@ -85,7 +85,7 @@ class Mailbox:
         return not self._tokens and self.next > self.at
 
     def merge(self, delta: Delta) -> bool:
-        """Merge a delta.  Returns False if it adds nothing: it was replayed, or the choice has ended."""
+        """Merge a delta. Returns False if the delta adds nothing: its tokens were replayed, or the choice has ended."""
         if self.ended or self.closed:
             return False
         tokens, end = delta.token_ids, delta.first + len(delta.token_ids)

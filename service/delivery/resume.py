@@ -51,7 +51,7 @@ class Record(msgspec.Struct, frozen=True):
     deadline_ms: int  # unix time on Redis' clock
     traceparent: str = ""  # W3C trace context of the request; a resumed answer continues its trace
     tracestate: str = ""  # W3C header that accompanies traceparent
-    shown: bytes = b""  # `valid.shown` as JSON if it has integers too large for msgpack, which `valid` then lacks
+    shown: bytes = b""  # JSON of `valid.shown`, if that has integers too large for msgpack
 
     @property
     def context(self) -> tuple[str, str]:

@@ -402,7 +402,7 @@ def _blame(param: str, schema: Any, why: str) -> tuple[str, str]:
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     budget, place = BLAMED_BYTES, (param, schema)
     waiting = [place]
-    while waiting and budget > 0:  # first the patterns at any depth
+    while waiting and budget > 0:  # first compile each `pattern`, at any depth
         at, one = waiting.pop()
         if isinstance(one, dict):
             waiting += reversed([*subschemas(one, at)])

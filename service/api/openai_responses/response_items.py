@@ -322,7 +322,7 @@ class _History:
 def texts(param: str, given: Any, skipped: Skipped | None = None) -> str | list[Part]:
     """Return content in the form of a chat message.  Raises Refusal for parts that are no text.
 
-    `skipped`: if given, the content is a tool's result, in which such parts become a note and are added to it."""
+    `skipped`: given for a tool's result.  Then such a part becomes a note, and its name is added to `skipped`."""
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
