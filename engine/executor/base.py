@@ -31,7 +31,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     grammars: bool = False  # supports Sampling.grammar
     beams: bool = False  # supports Slice.candidates
     adapters: bool = False  # supports Start.adapter
-    state_bytes: int = 0  # bytes of recurrent state per sequence; 0: all layers attend
+    state_bytes: int = 0  # bytes of recurrent state per sequence; 0: no layer has any
     checkpoints: int = 0  # state slots for copies of recurrent states
     draft_tokens: int = 0  # maximum draft tokens of a step; 0: limited by the step's token budget only
     tile_tokens: int = 1  # tokens per row tile of the GEMMs: adding tokens to a partly filled tile takes little time
@@ -98,8 +98,8 @@ def _mask(max_seqs: int, vocab_size: int) -> npt.NDArray[np.int32]:
 
 
 class ScriptedExecutor:
-    """Generates a known text with a fixed time per step, without model and torch, to test and load-test the other
-    parts.
+    """Generates a known text with a fixed time per step, without model and torch: for tests and load tests of an
+    engine's other parts.
 
     If a grammar or bad_words forbid the next token of that text, it generates the first allowed token instead."""
 

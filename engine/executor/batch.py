@@ -223,7 +223,7 @@ class Batch:
         ends = shape.decodes + np.cumsum(sizes)
         page.q_start[shape.decodes + 1 :] = ends[-1]
         if self.shapes.is_split(shape):
-            sequences = ends - 1  # sequence of each slice's last token
+            sequences = ends - 1  # each token is a sequence: that of each slice's last token
             page.rows[fresh], page.lens[fresh] = of_tokens, positions + 1
             page.q_start[fresh] = np.arange(fresh.start, fresh.stop)
         else:

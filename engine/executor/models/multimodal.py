@@ -93,7 +93,7 @@ def _remove(parent: nn.Module, path: str, needed: set[int], removed: list[str]) 
 
 
 def names_of(config: PretrainedConfig) -> Names:
-    """Return the mapping of a checkpoint's names to a model without towers: tensors of towers have no name there.
+    """Return the mapping from a checkpoint's tensor names to those of a model without towers, which omits towers.
 
     Files may have another order of parts, so a tower's name counts at any of the first three places of a tensor's path.
     Raises UnsupportedModel for a class that cannot be made."""

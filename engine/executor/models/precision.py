@@ -38,7 +38,7 @@ def check_stored_dtypes(directory: Path, config: PretrainedConfig, names: Names 
 
 
 def check_plain(stored: Mapping[str, StoredTensor], config: PretrainedConfig, reason: str) -> None:
-    """Raise UnsupportedModel for a tensor that would need a scale to be a parameter.
+    """Raise UnsupportedModel for a tensor that may be a parameter and whose dtype has no meaning without a scale.
 
     reason: the end of the message, after the tensor's name and type."""
     odd = {name: tensor.dtype for name, tensor in sorted(stored.items()) if tensor.dtype not in PLAIN}

@@ -100,7 +100,7 @@ class QuantisedWeight:
     def _read(self, where: Where | None) -> tuple[dict[str, Tensor], Where]:
         """Return the stored tensors of an area, and the position of `where` in the weight that they make."""
         stored = self.parts
-        if self.quantising.kept.get(self.module) == "int4":  # `exact_modules` keeps only groups of consecutive columns
+        if self.quantising.kept.get(self.module) == "int4":  # `exact_modules` excludes act-order weights
             stored = {part: tensor for part, tensor in stored.items() if part != "g_idx"}
         if where is None:
             return {part: tensor[...] for part, tensor in stored.items()}, ()
