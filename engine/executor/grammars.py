@@ -41,6 +41,7 @@ from quire.engine.common import host_resources
 from quire.engine.core.plan import Sampler
 from quire.engine.executor.followers import Follower, following
 from quire.engine.executor.grammar_store import GrammarError, GrammarStore
+from quire.engine.executor.grammar_tokenizer import grammar_tokenizer
 from quire.engine.wire.messages import Sampling
 
 log = logging.getLogger(__name__)
@@ -211,9 +212,7 @@ class Grammars:
 
     def _read(self, directory: Path) -> None:
         try:
-            tokenizer = llguidance.LLTokenizer(
-                str(directory / "tokenizer.json"), n_vocab=self._vocab_size, eos_token=self._eos_ids, slices=SLICES
-            )
+            tokenizer = grammar_tokenizer(directory / "tokenizer.json", self._vocab_size, self._eos_ids, SLICES)
         except Exception as error:  # any error that a tokenizer of an unknown kind causes
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             log.warning("requests with a grammar will end with an error: tokenizer.json: %s", reason)
