@@ -2,9 +2,9 @@
 #
 #   make serve [MODEL=org/name or ./dir] [ARGS='--port 9000']   serve a model; the small demo model without MODEL
 #   make test  [ARGS='tests/wire -x']                           all tests that need no GPU
-#   make test NIGHTLY=1                                         the rest of the matrices of which that runs a sample
+#   make test NIGHTLY=1                                         the rest of the matrices that `make test` samples
 #   make test GPU=1                                             tests that need a GPU, or two; prints what it skipped and why
-#   make test COVERAGE=1                                        all tests, and the share of lines that they run
+#   make test COVERAGE=1                                        all tests, and the share of lines that they execute
 #   make clients [ARGS='-k stream']                             other clients against a server: LangChain, Claude Code and more
 #   make lint                                                   format, lint, types, length of functions, dead code, words
 #   make bench [ARGS='--rounds 1']                              tests of speed; tokens per second against other systems
@@ -14,7 +14,7 @@
 #   make chaos ARGS='fuzz --requests 100000'                    hostile clients: does a gateway fail, stall or leak?
 #   make chaos ARGS='requests --requests 100000'                mutated requests: is each answered as docs/api.md says?
 #   make chaos ARGS='answers --cases 500'                       hostile answers: does a gateway stall or lose text?
-#   make chaos ARGS='same-tokens --requests 500'                one digest of all tokens: alone, in a crowd, through kill -9
+#   make chaos ARGS='same-tokens --requests 500'                are token ids equal: alone, many at once, with engines killed?
 #   make chaos ARGS='schemas --draws 2000'                      structured output: do answers to random schemas validate?
 #   make figures [ARGS=--list]                                  measure again what README and docs/ show; two hours
 #   make images [ARGS='--folder ./dir']                         the Docker images, built with buildah, started and asked (root)
@@ -22,8 +22,8 @@
 # Needs Python 3.11 or 3.12 (PYTHON=... picks one) and a C++ compiler.
 
 SHELL := /bin/bash
-# Packages are installed without bytecode.  Were it not written at the first import either, as some shells and images ask
-# for, each start would take ten seconds longer.
+# Packages are installed without bytecode.  Some shells and images set PYTHONDONTWRITEBYTECODE: then imports would not
+# write it either, and each start would take ten seconds longer.
 export PYTHONDONTWRITEBYTECODE :=
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
   $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
@@ -46,7 +46,7 @@ serve: $(KERNELS)
 	@$(RUN) -m quire.service.start serve $(MODEL) $(ARGS)
 
 # Most tests wait for processes, so four files run at a time on two cores: `auto` follows the cores of this container
-# (tests/pace.py).  What ARGS names runs one by one.  COVERAGE=1 measures every process that a test starts as well.
+# (tests/pace.py).  Tests named in ARGS run one by one.  COVERAGE=1 measures every process that a test starts as well.
 HERE := not gpu and not multi_gpu and not perf
 NIGHTLY ?=
 GPU ?=
@@ -91,29 +91,29 @@ chaos: $(INSTALLED) $(KERNELS)
 figures: $(INSTALLED) $(KERNELS)
 	@$(RUN) -m quire.loadtest remeasure $(ARGS)
 
-# Not part of `make test`: it takes root, 20 GB of disk and a quarter of an hour.
+# Not part of `make test`: it needs root, 20 GB of disk and a quarter of an hour.
 images: $(INSTALLED)
 	@$(RUN) -m tests.system.images $(ARGS)
 
-# What serves, and then what tests.  All of the first in one pip call, so that the constraints choose the build of torch
-# before anything that depends on it can.  Modules are compiled when they are first imported: most never are.
+# Packages for serving, then packages for tests.  One pip call installs all packages for serving, so that the constraints
+# choose torch's build before a package that depends on it does.  Python compiles a module at its first import.
 PIP_INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --no-compile -c .ci/constraints.txt
 $(SERVING): pyproject.toml .ci/constraints.txt
 	@test -n "$(PYTHON)" || { echo "Quire needs Python 3.11 or 3.12, and found neither: make PYTHON=/path/to/python" >&2; exit 1; }
 	@test -x $(RUN) || { echo "Making .venv with $$($(PYTHON) --version)"; $(PYTHON) -m venv .venv; }
-	@echo "Installing what serves, as pinned in .ci/constraints.txt (a minute)"
+	@echo "Installing the packages for serving, as pinned in .ci/constraints.txt (a minute)"
 	@$(PIP_INSTALL) -e '.[engine,cli,embedded]'
 	@touch $@
 
 $(INSTALLED): $(SERVING)
-	@echo "Installing what tests (a minute)"
+	@echo "Installing the packages for tests (a minute)"
 	@$(PIP_INSTALL) -e '.[dev]'
 	@# In tests warnings are errors, and compiling some packages warns.  Some have files for other versions of Python.
 	@$(RUN) -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true
 	@touch $@
 
-# Two environments: clients differ in the version of the official one that they take.  Every package is pinned, so none is
-# installed because another one asks for it; pip's check tells whether one is missing.
+# Two environments, because clients need different versions of the official OpenAI client.  Every package is pinned and
+# installed without its dependencies; `pip check` reports missing ones.
 .venv-clients/%/.installed: .ci/clients/%.txt .venv-clients/%.fetched | $(INSTALLED)
 	@echo "Installing the clients of $<"
 	@$(RUN) -m venv --clear .venv-clients/$*
@@ -122,15 +122,15 @@ $(INSTALLED): $(SERVING)
 	@.venv-clients/$*/bin/python -m pip check --quiet --disable-pip-version-check
 	@touch $@
 
-# A step of its own, so that .ci/run can tell a package index that is not reached from clients that do not fit together.
+# A separate step, so that .ci/run can distinguish an unreachable package index from clients whose versions conflict.
 .venv-clients/%.fetched: .ci/clients/%.txt | $(INSTALLED)
 	@echo "Fetching the clients of $<, as pinned there (a minute)"
 	@$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir .venv-clients/$*-wheels -r $<
 	@touch $@
 
-# Programs of npm, as pinned in the lock file; without npm they are left out.
+# Node programs, as pinned in the lock file; skipped if npm is missing.
 .venv-clients/node/.installed: tests/clients/node/package.json tests/clients/node/package-lock.json | $(INSTALLED)
-	@echo "Fetching the programs of $<, as pinned there (a minute, 700 MB)"
+	@echo "Fetching the Node programs of $<, as pinned there (a minute, 700 MB)"
 	@mkdir -p $(@D) && cp $^ $(@D) && cd $(@D) && npm ci --silent --no-audit --no-fund
 	@touch $@
 

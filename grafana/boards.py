@@ -1,7 +1,7 @@
 """The dashboards: the queries and drawing of each panel.  `python -m grafana` writes dashboards/*.json from them.
 
-Queries sum the gateways' own figures.  Every gateway also reports the shared queue and the engines: max takes these
-once.
+Queries sum the gateways' own metrics.  Every gateway also reports the shared queue and the engines, so queries take the
+maximum of these metrics.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ REFUSED = rate("quire_admission_decisions_total", where='decision="refused"')
 IN_TIME = rate("quire_request_starts_total", where='start="in_time"')
 GOODPUT = part(rate("quire_goodput_requests_total", where='targets="met"'), rate("quire_goodput_requests_total"))
 HIT_RATE = part(rate("quire_prefix_hit_tokens_total"), rate("quire_prefix_query_tokens_total"))
-# Labels of an engine's model, on series that only name the engine.
+# Adds the label of the model's fingerprint to series that only name the engine.
 OF_MODEL = (
     "* on (engine, model_name) group_left (fingerprint) max by (engine, model_name, fingerprint) (quire_model_info)"
 )
@@ -72,8 +72,8 @@ kv_blocks = Panel(
     "KV blocks by what they hold",
     {"{{state}}": "sum by (state) (quire_kv_blocks)"},
     kind="stack",
-    text="Cached blocks can be reused at any time. A pool without free blocks is normal; one without"
-    " cached ones is full.",
+    text="Cached blocks can be reused at any time. A pool without free blocks is normal; it is full if it"
+    " has no cached blocks either.",
 )
 latency = Panel("Time to first token", quantiles(TTFT), "s")
 gaps = Panel("Time between tokens", quantiles(ITL), "s")
@@ -141,7 +141,7 @@ overview = Board(
                 "Requests by tenant and outcome",
                 {"{{tenant}} {{outcome}}": rate("quire_tenant_requests_total", "tenant, outcome")},
                 "reqps",
-                text="The first 20 tenants have their names; all others are counted as other.",
+                text="The first 20 tenants have their own series; all further tenants are counted as other.",
             ),
             Panel(
                 "Tokens by tenant",
@@ -156,7 +156,7 @@ overview = Board(
             Panel(
                 "Virtual tokens served to the tenants that wait",
                 {"{{tenant}}": "max by (tenant) (quire_tenant_service)"},
-                text="Tokens over the tenant's weight. The tenant with the fewest is next.",
+                text="Tokens divided by the tenant's weight. The tenant with the fewest is served next.",
             ),
             Panel(
                 "Announced Retry-After",
@@ -222,7 +222,7 @@ engine = Board(
                     )
                 },
                 "percentunit",
-                text="Paging wastes half a block a sequence on average: 4 % at 190 tokens a sequence.",
+                text="Paging wastes half a block per sequence on average: 4 % at 190 tokens per sequence.",
             ),
             Panel(
                 "Blocks used, of those that static allocation would hold",
@@ -248,8 +248,8 @@ engine = Board(
                     "{{group}}, cached": "sum by (group) (quire_kv_cached_bytes)",
                 },
                 "bytes",
-                text="Layers with a sliding window release what it has passed, so what they hold grows with the number "
-                "of sequences, not with their length. Other models have the group full only.",
+                text="Layers with a sliding window release blocks that the window has passed, so they hold more with "
+                "more sequences, not with longer ones. Other models only have the group full.",
             ),
             Panel(
                 "Blocks released and copied",
@@ -291,13 +291,14 @@ engine = Board(
                     "nothing": rate("quire_claims_total", where='prefix="none"'),
                 },
                 "reqps",
-                text="Several engines share a queue by prefix (--prefix-locality). One engine alone only has the last.",
+                text="With several engines, each prefers requests whose prefix it holds (--prefix-locality). A single "
+                "engine only has the last series.",
             ),
             Panel(
                 "Tokens computed by the prefix warm-up",
                 {"{{engine}}": "sum by (engine) (quire_warmed_tokens)"},
-                text="Computed before the engine was ready, of prefixes that were hot before its start. 0: no "
-                "prefix was hot, or requests were already waiting.",
+                text="Computed before the engine was ready, for prefixes that were used often before its start. 0: "
+                "there were none, or requests were already waiting.",
             ),
             Panel(
                 "Hot prefixes computed by the prefix warm-up",
@@ -330,7 +331,7 @@ engine = Board(
                     "refused: they would not have paid": rate("quire_refused_drafts_total"),
                 },
                 "cps",
-                text="Accepted ones are steps saved. The text is the same without them.",
+                text="Each accepted draft saves a step. The text is the same without drafts.",
             ),
             Panel(
                 "Share of drafts accepted",
@@ -340,7 +341,8 @@ engine = Board(
                     )
                 },
                 "percentunit",
-                text="By source: own is the request's text, tenant its recent answers, prediction the client's text.",
+                text="own: from the request's text. tenant: from the tenant's recent answers. prediction: from the "
+                "client's text.",
             ),
             Panel(
                 "Output tokens per step of a sequence",
@@ -357,7 +359,7 @@ engine = Board(
             Panel(
                 "Grammars",
                 {"{{state}}": "sum by (state) (quire_grammars)", "waiting": "sum(quire_grammar_compiles_waiting)"},
-                text="Waiting: held by requests and not compiled yet. Kept ones are bounded by --grammar-memory-mib.",
+                text="waiting: requests need them; not compiled yet. --grammar-memory-mib limits the kept ones.",
             ),
             Panel("Memory of kept grammars", {"{{engine}}": "sum by (engine) (quire_grammar_kept_bytes)"}, "bytes"),
             Panel(
@@ -406,7 +408,7 @@ engine = Board(
             Panel(
                 "Engines that drain",
                 {"{{engine}}": "sum by (engine) (quire_draining)"},
-                text="1 while an engine takes no new requests: it was told to end.",
+                text="1 while an engine takes no new requests because it was told to end.",
             ),
         ],
         "Preemption": [
@@ -471,7 +473,7 @@ engine = Board(
                 {"{{outcome}}": rate("quire_canary_runs_total", "outcome")},
                 "cps",
                 text="An idle engine computes a fixed prompt and compares it with its first run. Only equal may grow. "
-                "A busy engine has no runs.",
+                "A busy engine does not run it.",
             ),
             Panel(
                 "Difference of the canary's last run",
@@ -483,7 +485,7 @@ engine = Board(
                 "Time of the canary",
                 {"{{engine}}": rate("quire_canary_seconds_total", "engine")},
                 "percentunit",
-                text="Of the loop thread. At most 0.5 %.",
+                text="Fraction of the loop thread's time; at most 0.5 %.",
             ),
         ],
         "Steps and kernels": [
@@ -583,7 +585,7 @@ gateway = Board(
                     "of that, this process computed": quantile(0.99, "quire_gateway_loop_busy_seconds"),
                 },
                 "s",
-                text="Nothing moves in a gateway meanwhile. What it did not compute itself, other processes took.",
+                text="During a delay the gateway handles nothing. The part without computing went to other processes.",
             ),
             Panel(
                 "Log lines dropped by gateways",
@@ -647,7 +649,7 @@ deploy = Board(
                 {"{{fingerprint}}": "count by (fingerprint) (max by (engine, fingerprint) (quire_engine_info))"},
                 kind="stack",
                 text="A fingerprint is a digest of weights, dtype and configuration. Engines share cached "
-                "prefixes only under the same one.",
+                "prefixes only if they have the same fingerprint.",
             ),
             Panel(
                 "Processes by version",

@@ -1,4 +1,4 @@
-"""Parse an answer's server-sent events, and decide when to retry a refused request.  Every client here uses it.
+"""Parse an answer's server-sent events, and decide when to retry a refused request.  All load tests use it.
 
 Pure: times are arguments, in seconds of any one clock.
 """
@@ -135,7 +135,7 @@ def pause(retry: Retry, attempt: int, announced_s: float | None, rng: random.Ran
     """Return the seconds to wait after the refusal of attempt `attempt` (0, 1, ...); None to give up.
 
     obey: the announced pause.  Without one: half a second, doubled each time up to 8 s, less at most a random quarter,
-    like OpenAI's clients. ignore: half a second always. never: give up.  The first two give up after MAX_RETRIES."""
+    like OpenAI's clients. ignore: half a second always. never: give up.  obey and ignore give up after MAX_RETRIES."""
     if retry == "never" or attempt >= MAX_RETRIES:
         return None
     if retry == "ignore":

@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser, modes: dict[str, Serve] = MOD
     parser.add_argument(
         "--seeds", default="1,2,3", help="seeds; all systems and loads run once per seed; default 1,2,3"
     )
-    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM's CPU build; first seed only")
+    parser.add_argument("--vllm-python", help="interpreter with vLLM's CPU build; vLLM runs with the first seed only")
     parser.add_argument("--server", default="", help="options of every `quire serve`, in one string")
     parser.add_argument("--lanes-server", default="", help="further options of `lanes`")
     parser.add_argument(
@@ -99,7 +99,7 @@ def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-tokens", type=int, default=8192, help="KV pool of each server, tokens; default 8192")
     parser.add_argument("--max-seqs", type=int, default=256, help="slots of each server; default 256")
     parser.add_argument(
-        "--context", type=int, default=2048, help="longest request, tokens; default 2048. Longer ones are shortened"
+        "--context", type=int, default=2048, help="maximum tokens of a request; longer ones are shortened; default 2048"
     )
     parser.add_argument("--ask-tokens", type=int, default=2048, help="max_tokens of cold and warm; default 2048")
     parser.add_argument(
@@ -129,11 +129,11 @@ def systems_of(modes: Iterable[str]) -> tuple[str, ...]:
 
 
 def chosen(args: argparse.Namespace) -> tuple[list[str], list[str], list[int]]:
-    """Return systems, loads and seeds.  Raises SystemExit with one line for an unknown or invalid one."""
+    """Return systems, loads and seeds.  Raises SystemExit with one line for an unknown or invalid value."""
     systems, loads, seeds = args.systems.split(","), args.loads.split(","), args.seeds.split(",")
     for name, given, known in (("systems", systems, systems_of(args.modes)), ("loads", loads, LOADS)):
         if unknown := set(given) - set(known):
-            raise SystemExit(f"--{name}: {min(unknown)!r} is none; there are {', '.join(known)}")
+            raise SystemExit(f"--{name}: {min(unknown)!r} is unknown; valid: {', '.join(known)}")
     if not all(seed.isdecimal() for seed in seeds):
         raise SystemExit(f"--seeds: {args.seeds!r} must be whole numbers >= 0 with commas between them")
     if args.shape and args.vllm_python:

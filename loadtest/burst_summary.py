@@ -104,7 +104,7 @@ def compared(result: dict[str, Any], fifo: dict[str, Any] | None, oracle: dict[s
 
 
 def page(results: Sequence[dict[str, Any]], oracles: dict[int, dict[str, Any] | None]) -> dict[str, Any]:
-    """Return runs, oracles, and load -> system -> measurement -> median over seeds."""
+    """Return the summary: runs, oracles, and load -> system -> measurement -> median over seeds."""
     by_key = {(result["load"], result["system"], result["seed"]): result for result in results}
     runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for (load, system, seed), result in by_key.items():

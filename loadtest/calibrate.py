@@ -3,7 +3,7 @@
     mean blocks of a running sequence ──> clients that fill `use` of the pool ──> their tokens/s ──> requests/s
 
 An open loop at a guessed rate would need minutes, because the number of running sequences, and with it the utilisation,
-fluctuates.  Here only the sizes of sequences vary.
+fluctuates.  With a fixed number of clients only the sizes of sequences vary.
 """
 
 from __future__ import annotations

@@ -42,8 +42,9 @@ def make_llama_42m(directory: Path, context: int = 4096, *, countdown: bool = Fa
     """Write a checkpoint: hidden 512, 8 layers, 8 heads on 4 KV heads, intermediate 1,536, byte-level BPE tokenizer.
 
     Clients measure when text arrives, and a greedy model with random weights repeats a few tokens.  So every token that
-    the model can choose must have text.  All other tokens, single bytes of longer characters and the end of sequence,
-    have zeros in the last layer: among 16,000 logits the largest is never 0.  `logit_bias` can still force them.
+    the model can choose must have text.  All other tokens (single bytes of longer characters, the end of sequence) have
+    zeros in the last layer, so their logit is 0, and the largest of 16,000 logits is never 0.  `logit_bias` can still
+    force them.
 
     `countdown`: the last token of a prompt decides how long the greedy answer is (countdown_heads())."""
     import torch

@@ -67,7 +67,7 @@ def waiting(samples: Sequence[Sample]) -> dict[str, float | None]:
     """Return the seconds in which requests waited, the mean KV-cache utilisation in that time, and idle_pool_s.
 
     A sample stands for the time until the next sample.  idle_pool_s is the integral of the KV cache's unused fraction
-    over that time: 10 s at 90 % use give 1."""
+    over that time: 10 s at 90 % utilisation give 1."""
     total = idle = 0.0
     for sample, after in itertools.pairwise(samples):
         if sample.kv is not None and sample.waiting:

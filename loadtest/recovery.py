@@ -155,7 +155,7 @@ def cpu_s(process: psutil.Process) -> float:
 async def spare_ready(server: Server, log: Log) -> None:
     """Wait until a spare engine is ready, for LIMIT_S at most.
 
-    Older versions (`--root`) do not log it.  Their spare counts as ready once it has stopped using the CPU."""
+    Older versions (`--root`) do not log this.  Their spare counts as ready once it has stopped using the CPU."""
     end = time.monotonic() + LIMIT_S
     quiet, spent = 0, 0.0
     while time.monotonic() < end and quiet < 20:

@@ -79,7 +79,7 @@ class Machine:
         """Return the seconds of one step.
 
         `tokens` pass through the layers, `rows` of them through the head.  Decoding sequences read the keys and values
-        of `cached` tokens.  Prompt chunks compare `pairs` of a query and a key."""
+        of `cached` tokens.  `pairs`: pairs of a query and a key in prompt chunks."""
         products = sum(self.seconds(2 * n * k, 2 * n * k * tokens) for n, k in shape.products)
         head = self.seconds(2 * shape.vocab * shape.hidden, 2 * shape.vocab * shape.hidden * rows)
         attention = 4 * shape.heads * shape.head_size * pairs

@@ -44,7 +44,7 @@ def values(page: str) -> dict[str, list[float]]:
 
 
 def sample(page: str, at_s: float) -> Sample:
-    """Return one sample of a page.  Engines are added up: requests, pools (or the mean of their fractions)."""
+    """Return one sample of a page: requests and pools of all engines; without pools, the mean of their fractions."""
     found = values(page)
 
     def total(kinds: tuple[tuple[str, ...], ...]) -> float | None:

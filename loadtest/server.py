@@ -82,7 +82,7 @@ def serve_vllm(python: str, model: str, kv_tokens: int, *flags: str) -> Iterator
     pool = ["--block-size", str(VLLM_BLOCK), "--num-gpu-blocks-override", str(kv_tokens // VLLM_BLOCK)]
     words = [model, "--dtype", "bfloat16", *pool, "--enable-prompt-tokens-details", *flags]
     command = [python, "-m", "vllm.entrypoints.cli.main", "serve", *words, "--served-model-name", MODEL_NAME]
-    # By default it searches for its model on the hub, and reserves the pool's memory before it reads the pool's size.
+    # By default vLLM searches for its model on the hub, and reserves the pool's memory before it reads the pool's size.
     given = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2"}
     with _serving(command, " ".join(["vllm serve", *words]), "/health", READY_S, given) as server:
         yield server

@@ -252,7 +252,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Its experts as the published checkpoint stores them; random ones are quantised to mxfp4.
+# gpt-oss-20b with experts in mxfp4, as in the published checkpoint; random experts are quantised to mxfp4.
 CONFIGS["gpt-oss-20b-mxfp4"] = CONFIGS["gpt-oss-20b"] | {"quantization_config": {"quant_method": "mxfp4"}}
 
 

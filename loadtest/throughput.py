@@ -5,7 +5,7 @@
 All requests are submitted at once.  Sampling is greedy, end-of-sequence is ignored, prompts are token ids.
 
 On a GPU: the shapes of Llama 8B and Qwen3 0.6B with random weights made on the device. 1,000 requests of ShareGPT-like
-lengths (loadtest/traces), Quire with and without its prefix cache.  Then 128 tokens in, 256 out at batch 1 to 256.
+lengths (loadtest/traces), Quire with and without its prefix cache.  Then 128 tokens in, 256 out, batch sizes 1 to 256.
 Each value is printed with its floor (loadtest/roofline.py), from ceilings measured in the same run.  On a CPU: a
 llama shape of 42M parameters in bf16; 64 requests with lognormal lengths, means 78 in and 172 out.
 

@@ -194,8 +194,8 @@ def from_trace(path: Path, plan: list[Phase], burstiness: float, seed: int) -> l
 def assign_clients(arrivals: list[Arrival], mix: clients.Mix, seed: int, only: str = "") -> list[Arrival]:
     """Return the same arrivals with clients drawn from `mix`.
 
-    `only` keeps one tenant's requests, with the times and lengths they have among all others.  Two replays, with and
-    without it, therefore compare that tenant alone with the same tenant under load."""
+    `only` keeps one tenant's requests, with the times and lengths they have among all others.  Replays with and
+    without `only` therefore compare a tenant alone with the same tenant under load."""
     drawn = mix.draw([arrival.client for arrival in arrivals], seed)
     asked = [replace(arrival, client=client) for arrival, client in zip(arrivals, drawn, strict=True)]
     return [arrival for arrival in asked if not only or arrival.client.tenant == only]

@@ -4,7 +4,7 @@
 {{- default $own .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
 {{- end }}
 
-{{/* What selects the pods of one component: (list $ "engine").  Never changes over an upgrade. */}}
+{{/* Labels that select the pods of one component: (list $ "engine").  Upgrades must not change them. */}}
 {{- define "quire.selector" -}}
 {{- $root := index . 0 -}}
 app.kubernetes.io/name: {{ default $root.Chart.Name $root.Values.nameOverride }}
@@ -23,7 +23,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 {{- end }}
 
-{{/* Port of a gateway's metrics, which name tenants: never that of its clients. */}}
+{{/* Port of a gateway's metrics.  Metrics name tenants, so it is never the port of clients. */}}
 {{- define "quire.gateway.metricsPort" -}}
 {{- default 9100 .Values.gateway.config.metrics_port | int -}}
 {{- end }}
@@ -37,7 +37,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $unit := regexFind "[A-Za-z]*$" $text -}}
 {{- $number := trimSuffix $unit $text -}}
 {{- if not (and (hasKey $units $unit) (regexMatch "^[0-9]+([.][0-9]+)?(e[+]?[0-9]+)?$" $number)) -}}
-{{- fail (printf "redis.bundled.resources.limits.memory: %s is no amount of memory such as 1Gi" $text) -}}
+{{- fail (printf "redis.bundled.resources.limits.memory: %s is not an amount of memory, such as 1Gi" $text) -}}
 {{- end -}}
 {{- printf "%.0f" (floor (mulf (float64 $number) (float64 (get $units $unit)) 0.7)) -}}
 {{- end -}}
@@ -49,7 +49,7 @@ image: {{ printf "%s:%s" $image.repository (default $root.Chart.AppVersion $imag
 imagePullPolicy: {{ $image.pullPolicy }}
 {{- end }}
 
-{{/* Where the pods of one component go: (list $ "engine" .Values.engine).  Apart from each other, if they can. */}}
+{{/* Placement of the pods of one component: (list $ "engine" .Values.engine).  By default on different nodes. */}}
 {{- define "quire.placement" -}}
 {{- $root := index . 0 -}}{{- $component := index . 1 -}}{{- $values := index . 2 -}}
 {{- with $values.nodeSelector }}
@@ -85,7 +85,7 @@ priorityClassName: {{ . }}
 {{- end }}
 {{- end }}
 
-{{/* What every pod of ours says.  Service links would set QUIRE_PORT=tcp://... beside a Service called quire. */}}
+{{/* Settings of all pods.  Service links would set QUIRE_PORT=tcp://... beside a Service called quire. */}}
 {{- define "quire.pod" -}}
 automountServiceAccountToken: false
 enableServiceLinks: false
@@ -102,7 +102,7 @@ key: {{ .key }}
 {{- end }}
 {{- end }}
 
-{{/* Secrets reach our programs as environment, everything else as the file of the ConfigMap. */}}
+{{/* Programs get secrets as environment variables, and all other settings as the file of the ConfigMap. */}}
 {{- define "quire.env" -}}
 {{- $values := .Values -}}
 {{- if $values.redis.bundled.enabled }}
@@ -123,7 +123,7 @@ key: {{ .key }}
   valueFrom: {secretKeyRef: {{ toJson . }}}
 {{- end }}
 {{- end }}
-# the only places that can be written, as the root filesystem can't
+# the only writable folders, because the root filesystem is read-only
 - {name: HOME, value: /tmp}
 - {name: HF_HOME, value: /var/cache/quire/hub}
 - {name: XDG_CACHE_HOME, value: /var/cache/quire}

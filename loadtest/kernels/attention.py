@@ -103,7 +103,7 @@ class PagedCall:
         self.make_plan()
 
     def make_plan(self) -> None:
-        """Plan once per step, not per layer: timed separately from the call."""
+        """Run the planner, once per step and not per layer, so it is timed separately."""
         case = self.case
         ops.attention_plan(
             self.q_start, self.lens, self.decodes, case.heads, case.kv_heads, case.head_size, case.window, self.plan
@@ -143,7 +143,7 @@ class PagedCall:
 
 
 def paged(case: Case, memory: Memory, sets: int) -> list[PagedCall]:
-    """Copies of the case over `sets` disjoint regions of the memory, or as many as fit."""
+    """Return calls of the case in `sets` disjoint regions of the memory, or in as many as fit."""
     k_cache, v_cache = memory.caches(case.kv_heads, case.block, case.head_size, case.kv_dtype)
     needed = sum(-(-n // case.block) for n in case.lens)
     sets = max(1, min(sets, k_cache.shape[0] // needed))
@@ -153,7 +153,7 @@ def paged(case: Case, memory: Memory, sets: int) -> list[PagedCall]:
 
 
 def contiguous(case: Case, memory: Memory, sets: int) -> list[Call]:
-    """scaled_dot_product_attention on contiguous tensors of equal length; complete prompts or one query."""
+    """Return calls of torch's SDPA on contiguous tensors of equal length; complete prompts or one query."""
     shape = (len(case.lens), case.kv_heads, case.lens[0], case.head_size)
     each = math.prod(shape)
     sets = max(1, min(sets, memory.keys.numel() // each))
@@ -211,7 +211,7 @@ def decode(memory: Memory, top: Ceilings, *, quick: bool, peers: bool) -> Iterat
 
 
 def decode_variants(memory: Memory, top: Ceilings) -> Iterator[Row]:
-    """Decode attention by paging, block size, cache dtype, ragged lengths and window; planning alone."""
+    """Time decode attention by paging, block size, cache dtype, ragged lengths and window, and planning by itself."""
     for batch, context in ((8, 2048), (32, 8192)):
         base = Case(32, 8, (context,) * batch)
         variants = {"random": base, "consecutive": _with(base, in_order=True)}

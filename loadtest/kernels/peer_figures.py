@@ -59,7 +59,7 @@ PREFILL: dict[tuple[int, int, int, int, int], tuple[float | None, ...]] = {
     (40, 40, 8, 2048, 0): (771.2, 819.2, 1133.2, 4895.2, 732.6, 680.9, 1169.0),
     (40, 40, 1, 512, 8192): (234.4, 249.0, 425.0, 1494.8, 213.9, None, None),
 }
-PAGED = 4  # the first columns, which read a paged cache
+PAGED = 4  # number of leading columns whose kernels read a paged cache
 
 
 def best_paged(row: tuple[float | None, ...] | None) -> float | None:

@@ -1,6 +1,6 @@
-"""All-reduce over the ranks of a model, one GPU each: NCCL, torch over symmetric memory, and ours.
+"""All-reduce over the ranks of a model, one GPU each: NCCL, torch over symmetric memory, and our kernel.
 
-    python -m quire.loadtest kernels --only sums     on a machine with two GPUs; otherwise idle
+    python -m quire.loadtest kernels --only sums     needs a machine with two GPUs that does nothing else
 
 Each rank is a process, and all make the same calls.  A call sums [rows, 4096] in bfloat16; times are per call in
 a CUDA graph of 40, the median of 15 replays on rank 0.  The limits in engine/executor/ranks/one_shot.py come from this
@@ -108,7 +108,7 @@ def measure(ranks: Ranks) -> Iterator[dict[str, Any]]:
     sums = ranks.one_shot
     assert sums is not None, "these GPUs do not use our kernel; the log has the reason"
     device, dtype = torch.device("cuda", ranks.rank), torch.bfloat16
-    # torch's kernels require their input in symmetric memory, which ours uses, too.
+    # torch's kernels require their input in symmetric memory, as our kernel does.
     shared = c10d._SymmetricMemory.empty_strided_p2p([MAX_ROWS_OF_TORCH * WIDTH], [1], dtype, device, sums.name)
     memory = c10d._SymmetricMemory.rendezvous(shared, sums.name)
     shared.zero_()

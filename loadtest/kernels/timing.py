@@ -81,7 +81,7 @@ def elapsed_us(calls: Sequence[Call]) -> float:
 
 
 def measure_ceilings(big: Tensor) -> Ceilings:
-    """`big`: a few GB of random bfloat16."""
+    """Measure the ceilings.  `big`: a few GB of random bfloat16."""
     half = big.numel() // 2
     source, target = big[:half], big[half:].clone()
     # Not in a CUDA graph, where copies are slower.
@@ -101,7 +101,7 @@ def measure_ceilings(big: Tensor) -> Ceilings:
 def _best_reader_us(big: Tensor) -> float:
     try:
         from quire.loadtest.kernels import reader
-    except ImportError:  # no Triton here: torch.sum is the reader
+    except ImportError:  # without Triton, torch.sum is the fastest reader
         return math.inf
     return min(graph_us([call], seconds=0.1) for call in reader.variants(big))
 

@@ -12,7 +12,7 @@ KNOWN = "known"
 
 
 def lines(results: Results) -> Iterator[str]:
-    """Yield the texts with measured values, from the top of the page to its end."""
+    """Yield the page's texts that contain measured values, from the top of the page to its end."""
     yield from throughput(results)
     yield from gateway(results)
     yield from burst(results)

@@ -12,7 +12,7 @@ LENGTHS = {"512": "512 tokens: swapped out and in, computed again, ms", "8192": 
 
 
 def lines(results: Results) -> Iterator[str]:
-    """Yield the texts with measured values, from "Compared with vLLM" to the end of the GPU's sections."""
+    """Yield the page's texts with measured values, from "Compared with vLLM" to the end of the GPU's sections."""
     yield from compared(results)
     yield from alone(results)
     yield from weights(results)

@@ -28,7 +28,7 @@ BOLD = {0, 5, 3, 11}  # runs of which the page shows some cells in bold
 
 
 def lines(results: Results) -> Iterator[str]:
-    """Yield the texts with measured values."""
+    """Yield the page's texts that contain measured values."""
     runs = results["locality"]["runs"]
     for start, index in ROWS.items():
         run = runs[index]

@@ -12,7 +12,7 @@ FACTS = facts("quantisation")
 
 
 def lines(results: Results) -> Iterator[str]:
-    """Yield the texts with measured values."""
+    """Yield the page's texts that contain measured values."""
     yield from cpu(results["quantized_cpu"])
     yield from zen4(results)
     yield from gpu(results)

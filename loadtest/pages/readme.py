@@ -11,7 +11,7 @@ FACTS = facts("readme")
 
 
 def lines(results: Results) -> Iterator[str]:
-    """Yield the texts with measured values."""
+    """Yield the page's texts that contain measured values."""
     pair = results["side_by_side_h200"]["figures"]
     kills = results["chaos_cpu_kills"]["figures"]
     yield (

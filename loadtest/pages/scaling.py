@@ -13,7 +13,7 @@ FACTS = facts("scaling")
 
 
 def lines(results: Results) -> Iterator[str]:
-    """Yield the texts with measured values."""
+    """Yield the page's texts that contain measured values."""
     plain = results["gateway_tools"]["figures"]["plain"]["tokens_per_s"]
     yield f"CPU of a gateway near one core: {v(round(plain, -3), ',')} tokens/s"
     yield from redis(results["redis_load"])

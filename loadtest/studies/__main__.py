@@ -13,7 +13,7 @@ PACKAGE = "quire.loadtest.studies"
 STUDIES: dict[str, tuple[str, str]] = {
     "capacity": (f"{PACKAGE}.capacity", "find how many users fit: static, paged, admission, prefix cache"),
     "baselines": (f"{PACKAGE}.baseline_server", "serve with other admission modes and static allocation, to compare"),
-    "burst-modes": (f"{PACKAGE}.burst_modes", "send the burst to those modes too"),
+    "burst-modes": (f"{PACKAGE}.burst_modes", "replay the burst with the modes of `baselines`"),
     "virtual-burst": (f"{PACKAGE}.burst_in_virtual_time", "compare admission modes in a burst, in virtual time"),
     "memory-limit": (
         f"{PACKAGE}.memory_limit",
@@ -29,7 +29,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     "fairness": (f"{PACKAGE}.fairness", "compare a quiet tenant's latency with and without a loud tenant"),
     "virtual-fairness": (
         f"{PACKAGE}.virtual_fairness",
-        "compare these latencies with several engines, in virtual time",
+        "compare a quiet tenant's latency on several engines, in virtual time",
     ),
     "prediction": (f"{PACKAGE}.prediction", "compare a measured run with the simulation of its request log"),
     "long-prompt": (f"{PACKAGE}.long_prompt", "time decode steps while a prompt of 32,768 tokens is computed"),

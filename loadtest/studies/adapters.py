@@ -176,7 +176,7 @@ def stall(llm: LLM, adapter: Adapter) -> dict[str, float]:
 
 
 def main(argv: list[str]) -> int:
-    """2 with one line on stderr when the model can't be loaded, or slots change a text."""
+    """Return 2 with one line on stderr if the model can't be loaded, or slots change a text."""
     name = "python -m quire.loadtest.studies adapters"
     parser = argparse.ArgumentParser(prog=name, add_help=False)
     parser.add_argument("--rank", type=int, default=16)

@@ -7,16 +7,16 @@ All three search for the same answers: --requests prompts at once; --widths has 
 
     quire         use_beam_search: one request, one group in the engine
     resubmission  a client keeps the beams and, for each token, sends all of them as prompts of one request for a token
-                  and the log probabilities of 2 x width.  The engine's prefix cache holds what they share.  So vLLM
-                  searches, inside its front end.
+                  and the log probabilities of 2 x width.  The engine's prefix cache holds what they share.  vLLM's
+                  front end searches in this way.
     transformers  `generate` on all prompts as one batch, on all cores.  On a CPU without bf16 instructions torch
                   computes faster in float32 (--peer-dtype), this engine in bf16
 
 The model is the 42M one of loadtest/checkpoint.py on a CPU, or a checkpoint DIR.  No answer ends before its length, and
-prompts are equally long, so transformers computes no padding.  The first two run on one server, each on an empty prefix
-cache.  bf16 rounds sums differently in different batches, so answers may differ if two candidates are nearly equally
-probable: `same` is the share of best answers equal to Quire's, `score` the mean of the best scores.  With --shape,
-transformers' weights are random ones of its own, so its answers differ.
+prompts are equally long, so transformers computes no padding.  `quire` and `resubmission` run on one server, each on
+an empty prefix cache.  bf16 rounds sums differently in different batches, so answers may differ if two candidates are
+nearly equally probable: `same` is the share of best answers equal to Quire's, `score` the mean of the best scores.
+With --shape, transformers' weights are random ones of its own, so its answers differ.
 Writes loadtest/results/beams_<device>.json.
 """
 

@@ -3,8 +3,8 @@
     python -m quire.loadtest.studies virtual-burst [--use 0.8] [--seeds 1,2,3] [--name NAME]
 
 The scheduler, its forecast and the block pool are the engine's own; a step takes as long as `engine.tools simulate`
-assumes.  There is one engine and no gateway, so requests start in the order of arrival (the burst of `python -m
-quire.loadtest burst` has the two lanes).  The base rate is the one whose requests hold --use of the pool, found by
+assumes.  There is one engine and no gateway, so requests start in the order of arrival (`python -m quire.loadtest
+burst` measures the two lanes).  The base rate is the one whose requests hold --use of the pool, found by
 bisection.  Lengths are known (`ignore_eos`), or unknown with max_tokens of 1,024 after 200 requests from which the
 forecast learns; these do not count.  Medians over the seeds.
 """
@@ -72,7 +72,7 @@ def figures(report: Report, counted: int) -> dict[str, float]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--use", type=float, default=0.8, help="pool use at the base rate, 0 to 1; default 0.8")
-    parser.add_argument("--seeds", default="1,2,3", help="one run of everything for each; default 1,2,3")
+    parser.add_argument("--seeds", default="1,2,3", help="one run of every mode per seed; default 1,2,3")
     parser.add_argument("--name", type=machine.result_name, default="virtual_burst", help="name of the result file")
 
 

@@ -39,7 +39,7 @@ def cpu_ms(llm: LLM, prompts: list[list[int]], new: int) -> float:
 
 
 def main(argv: list[str]) -> int:
-    """2 with one line on stderr if the model can't be loaded."""
+    """Return 2 with one line on stderr if the model can't be loaded."""
     name = "python -m quire.loadtest.studies cache-cost"
     parser = argparse.ArgumentParser(prog=name, add_help=False)
     parser.add_argument("--requests", type=int, default=8)

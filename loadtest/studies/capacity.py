@@ -132,7 +132,7 @@ def highest(passed: Callable[[int], bool], first: int, most: int) -> int:
 async def trial(options: Options, work: Work, users: int, warm_s: float, seconds: float, sla: Sla) -> Trial:
     """Run `users` users: they start one by one during `warm_s`, stay for `seconds`, and finish their last requests.
 
-    Requests from before all users had started do not count."""
+    Requests that were due before all users had started do not count."""
     records: list[Record] = []
 
     async def user(number: int, session: Session) -> None:
@@ -291,7 +291,7 @@ def main(args: argparse.Namespace, command: str) -> int:
         args.warm, args.seconds = 0.2, 1.0
     names = args.systems.split(";")
     if unknown := set(names) - SYSTEMS.keys():
-        raise SystemExit(f"--systems: {min(unknown)!r} is none; there are {'; '.join(SYSTEMS)}")
+        raise SystemExit(f"--systems: {min(unknown)!r} is unknown; valid: {'; '.join(SYSTEMS)}")
     vocab, eos = prepare(args.model)
     work = Work(args.system_tokens, args.question_tokens, args.answer_tokens, args.ask_tokens, vocab, eos, args.seed)
     sla = Sla(args.sla_ttft, args.sla_itl, args.sla_stall, args.percent)

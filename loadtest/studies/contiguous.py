@@ -4,8 +4,8 @@
 
 The 42M model is made in DIR if the directory holds no model.  Two servers run, one with `--admission static` of the
 study `baselines` (each sequence has one run of blocks for its maximum length, as in an engine without block tables),
-one with `--admission forecast`.  The pool fits every sequence of either, so memory limits neither; both have no prefix
-cache.  They are measured alternately, and the first of a pair alternates, too:
+one with `--admission forecast`.  The pool is large enough for all sequences of both servers; neither server has a
+prefix cache.  The servers take turns, also in being the first of a pair:
 
     alone     `--alone` requests, one after the other, 128 tokens in, 128 out
     uniform   `--jobs` requests at once, 50 tokens in, 50 out

@@ -63,7 +63,7 @@ def read_trace(text: str) -> list[tuple[int, int, int]]:
 
 
 def main(argv: list[str]) -> int:
-    """2 with one line on stderr when the model can't be loaded or the text is too short."""
+    """Return 2 with one line on stderr if the model can't be loaded or the text is too short."""
     name = "python -m quire.loadtest.studies draft-traces"
     parser = argparse.ArgumentParser(prog=name, add_help=False)
     parser.add_argument("--text", type=Path, required=True, action="append")

@@ -287,7 +287,7 @@ def measured(config: EngineConfig, text: str, own: argparse.Namespace) -> dict[s
 
 
 def main(argv: list[str]) -> int:
-    """2 with one line on stderr when the model can't be loaded, the text is too short, or a text differs."""
+    """Return 2 with one line on stderr if the model can't be loaded, the text is too short, or a text differs."""
     name = "python -m quire.loadtest.studies drafting"
     parser = argparse.ArgumentParser(prog=name, add_help=False)
     parser.add_argument("--text", type=Path, required=True, action="append")

@@ -2,8 +2,8 @@
 
 Two servers of the demo model answer the same requests, one with `--drafts off`, one with `--drafts on`.  Both get
 `--deterministic` and a pool that is too small for all streams: requests wait, since the forecast avoids preemption.
-tests/executor/test_drafts.py preempts.  The second one's engine is killed with SIGKILL, `--kills` times, while it
-computes drafts; its requests resume from the token log in Redis.
+tests/executor/test_drafts.py preempts.  The engine of the second server is killed with SIGKILL, `--kills` times, while
+it computes drafts; its requests resume from the token log in Redis.
 
     edit     repeat a text with one change: greedy or sampled, a third with the text as its `prediction`
     quote    a question about a text

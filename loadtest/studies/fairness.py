@@ -37,7 +37,7 @@ GOAL = 1.2  # target: the quiet tenant's TTFT p99 with the loud tenant / alone
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="DIR", help="directory of the model; made there if empty")
-    parser.add_argument("--seeds", default="1,2,3", help="one pair of runs for each; default 1,2,3")
+    parser.add_argument("--seeds", default="1,2,3", help="one pair of runs per seed; default 1,2,3")
     parser.add_argument(
         "--shares", default="10,1", help="weights of the loud and the quiet tenant's requests; default 10,1"
     )

@@ -67,7 +67,7 @@ class Turn(msgspec.Struct):
     """One request of a session.  The next one follows its answer."""
 
     tokens: list[int]
-    then: Callable[[], tuple[float, Turn] | None] = lambda: None  # seconds after the answer, and the next turn
+    then: Callable[[], tuple[float, Turn] | None] = lambda: None  # returns seconds to wait, and the next turn
     tenant: str = ""
     adapter: str = ""  # as in Generate.adapter
 

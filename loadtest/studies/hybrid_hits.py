@@ -4,8 +4,8 @@
     python -m quire.loadtest.studies hybrid-hits --checkpoints 400
 
 The scheduler is real; a scripted executor replaces the model, so a run takes seconds.  Prompts are random
-token ids.  `found`: hit rate among shared tokens (those at the start of an earlier prompt, too), over all prompts but
-the first.  `second`: the same for the second prompt.
+token ids.  `found`: hit rate of the tokens that a prompt shares with the start of an earlier prompt, over all prompts
+but the first.  `second`: this hit rate for the second prompt.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ Order = Literal["oldest", "newest", "smallest prompt", "fewest tokens", "token c
 
 
 class TwoLanes:
-    """The gateway's two lanes before one engine.
+    """Simulate the gateway's two lanes in front of one engine.
 
     order, late_order: order of starts in a lane.  "fewest tokens" counts prompt and output; "token class" does so in
     powers of two, oldest first within a class; "least work" counts engine seconds (`Work.costs`).  All three need the

@@ -6,7 +6,7 @@
 MODEL is a directory or `demo`, and --gguf the same model for llama.cpp, in the same precision (`llama-quantize FILE
 OUT BF16`).  Each chat asks about its own excerpt of --text.  All chats of a round are sent at once, and each answer
 has exactly --tokens tokens (`ignore_eos`).  Each round has other excerpts, so no prompt is in a server's cache.  The
-servers run one after the other, and each is the first by turns.  They compute on all cores of this process (`taskset`
+servers run one after the other and take turns in being the first.  They compute on all cores of this process (`taskset`
 limits them).
 
 Prints medians over rounds: output tokens/s of all chats, seconds to the first token, seconds per later token of a

@@ -2,7 +2,7 @@
 
     python -m quire.loadtest.studies memory-limit [--shape llama-13b] [--kv-memory-gib 11.2] [--workload chat|prefix]
 
-The shape of LLaMA-13B with random weights and the KV memory that is left on a GPU of 40 GB.  Two workloads:
+Uses the shape of LLaMA-13B with random weights, and the KV memory that a 40 GB GPU would have left.  Two workloads:
 
     chat     ShareGPT-like lengths (loadtest/traces/sharegpt_like.jsonl); rates, then all at once
     prefix   the same, after a system prompt of --prefix tokens that all requests share; all at once
@@ -28,7 +28,7 @@ PREFIX_SEED = 7
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", choices=shapes.CONFIGS, default="llama-13b", help="of the model")
+    parser.add_argument("--shape", choices=shapes.CONFIGS, default="llama-13b", help="model shape; default llama-13b")
     parser.add_argument("--kv-memory-gib", default="11.2", help="KV memory in GiB; default 11.2, which is 12 GB")
     parser.add_argument("--workload", choices=["chat", "prefix"], default="chat", help="see above; default chat")
     parser.add_argument("--prefix", type=int, default=1024, help="tokens of the shared system prompt; default 1024")

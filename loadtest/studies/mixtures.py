@@ -32,11 +32,11 @@ MEMORY = re.compile(r"experts of \d+ layers stay in \w+: they take ([\d.]+) GB")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cases", default=",".join(CASES), help="default: all of them")
-    parser.add_argument("--batches", default="1,8,32,64,128,256", help="sequences; default 1,8,32,64,128,256")
-    parser.add_argument("--tokens", default="256", help="per sequence; default 256")
+    parser.add_argument("--cases", default=",".join(CASES), help="cases to measure; default: all")
+    parser.add_argument("--batches", default="1,8,32,64,128,256", help="batch sizes; default 1,8,32,64,128,256")
+    parser.add_argument("--tokens", default="256", help="output tokens per sequence; default 256")
     parser.add_argument("--kv-memory-gib", default="6", help="memory of the KV cache; default 6")
-    parser.add_argument("--name", type=machine.result_name, help="of the file in loadtest/results")
+    parser.add_argument("--name", type=machine.result_name, help="name of the file in loadtest/results")
 
 
 def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which model families of the installed transformers are served, proved on tiny checkpoints; writes docs/models.md.
+"""Check on tiny checkpoints which model families of transformers are served; writes docs/models.md.
 
     python -m quire.loadtest.studies models         every causal family; takes about ten minutes on two cores
         --only llama,gpt2       some of them; prints the table and writes no page

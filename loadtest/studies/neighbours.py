@@ -80,7 +80,7 @@ def figures(rounds: dict[int, list[list[float]]], streams: int) -> dict[str, dic
 
 
 def main(argv: list[str]) -> int:
-    """2 with one line on stderr when the model can't be loaded."""
+    """Return 2 with one line on stderr if the model can't be loaded."""
     name = "python -m quire.loadtest.studies neighbours"
     parser = argparse.ArgumentParser(prog=name, add_help=False)
     for flag, default in (("--streams", [1, 16]), ("--busy", [0, 1, 2, 4])):

@@ -4,9 +4,9 @@
 
 The model is the 42M one of loadtest/checkpoint.py, prompts have 78 tokens, outputs about 172, sampling is greedy.
 Requests arrive at `--rate` per second, at the same seeded random times offline and served.  A request that arrives
-during a step waits for the step's end in both, and time to first token counts from the arrival.  Offline and served
-runs alternate; medians are reported.  The engine has `--threads` threads in both, so on a machine with two cores the
-other one is free for gateway, Redis and this client.
+during a step waits for the step's end, offline too, and time to first token counts from the arrival.  Offline and
+served runs alternate; medians are reported.  The engine has `--threads` threads in both, so on a machine with two cores
+the other core is free for gateway, Redis and this client.
 """
 
 from __future__ import annotations

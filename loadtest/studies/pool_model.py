@@ -88,7 +88,7 @@ class Pool:
         self._work = work
         self._usage: Array = np.zeros(1 << 14, dtype=np.int64)  # blocks held in each step
         self._ends: list[int] = []  # heap with the end step of each running sequence
-        self._retry: dict[int, int] = {}  # request -> no earlier step has free blocks for it
+        self._retry: dict[int, int] = {}  # request -> first step that may have free blocks for it
         self.step = 0
         self.started: list[int] = []  # requests started in this step
         self.prompt_tokens = 0  # prompt tokens started in this step

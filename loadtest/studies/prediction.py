@@ -5,7 +5,7 @@
 A server with `--request-log` gets a threefold burst, and its log is then simulated with the same pool.  DIR holds the
 model; the 42M model is made there if it holds none.  The server knows the output lengths.  Reported are the share of
 requests on time (first token within 2 s, 0.2 s per later token) and the preemptions, measured and predicted, and the
-aims: 3 points, and 1 preemption in 1,000 requests.
+largest accepted differences: 3 percentage points, and 1 preemption in 1,000 requests.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", type=float, default=8.0, help="requests per second before and after; default 8")
     parser.add_argument("--peak", type=float, default=24.0, help="requests per second of the burst; default 24")
     parser.add_argument("--seconds", type=float, default=20.0, help="seconds of each phase; default 20")
-    parser.add_argument("--seeds", default="1", help="one run for each; default 1")
+    parser.add_argument("--seeds", default="1", help="one run per seed; default 1")
     parser.add_argument("--kv-blocks", type=int, default=512, help="pool in blocks of 16 tokens; default 512")
     parser.add_argument("--scale", type=float, default=0.48, help="factor on ShareGPT-like lengths; default 0.48")
     parser.add_argument("--server", default="", help="further options of `quire serve`, in one string")

@@ -4,7 +4,7 @@
     python -m quire.loadtest.studies quantized MODEL --text FILE --kv-dtype e4m3
 
 and any option of an engine.  MODEL needs a tokenizer.  --cpu-time measures CPU time of the process, which depends less
-on other work on the machine; for --threads 1 on a CPU.  Prints one line of JSON:
+on other work on the machine; use it with --threads 1 on a CPU.  Prints one line of JSON:
 
     perplexity_plain, perplexity      of the first --text-tokens tokens of FILE, in windows of 512
     agreement                         share of these positions with the same most probable next token
@@ -106,7 +106,7 @@ def compare(plain: LLM, quantised: LLM, tokens: list[int], rounds: int, clock: C
 
 
 def main(argv: list[str]) -> int:
-    """2 with one line on stderr when the model can't be loaded or scored."""
+    """Return 2 with one line on stderr if the model can't be loaded or scored."""
     name = "python -m quire.loadtest.studies quantized"
     parser = argparse.ArgumentParser(prog=name, add_help=False)
     parser.add_argument("--text", type=Path, required=True)

@@ -19,7 +19,7 @@ for each way:
     rate             requests per second; null: all at once
     normalised_ms    seconds from arrival to the last token / its number of tokens: mean over all requests, in ms
     batch, most      running sequences: mean over time, maximum
-    requests_per_s   finished, from the first arrival to the last token
+    requests_per_s   finished requests per second, from the first arrival to the last token
     preemptions      number of preemptions
 
 Source: normalised latency, request rates and the baseline are those of section 6 of Kwon et al., "Efficient Memory
@@ -152,7 +152,7 @@ def sweep(config: EngineConfig, jobs: list[Job], own: argparse.Namespace) -> dic
 
 
 def main(argv: list[str]) -> int:
-    """2 with one line on stderr when the model can't be loaded or the requests do not suffice."""
+    """Return 2 with one line on stderr if the model can't be loaded or the requests do not suffice."""
     name = "python -m quire.loadtest.studies rates"
     numbers = lambda text: [float(part) for part in text.split(",") if part]  # noqa: E731
     parser = argparse.ArgumentParser(prog=name, add_help=False)

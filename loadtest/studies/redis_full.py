@@ -35,7 +35,7 @@ from quire.loadtest.studies.fleet import redis_cpu_s
 from quire.loadtest.studies.redis_load import Deployment, Engine, Size
 
 GATEWAYS = (1, 4, 16, 64)
-READERS = 4  # processes, each with the connections of some gateways
+READERS = 4  # number of processes that read streams, each with the connections of some gateways
 RECEIVE_BYTES = 1 << 18
 PREFIX = "{quire}:"  # namespace "quire" is the default
 WARM_S = 1.0

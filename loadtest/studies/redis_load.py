@@ -105,7 +105,7 @@ def expected(size: Size) -> dict[str, dict[str, float]]:
 
 
 class Spent(msgspec.Struct, frozen=True):
-    """What Redis has spent since its start, or between two moments: microseconds and bytes, by name."""
+    """Costs of Redis since its start, or between two moments: microseconds and bytes, by name."""
 
     counts: dict[str, float]
 

@@ -270,7 +270,7 @@ def compare(
 
 
 def main(argv: list[str]) -> int:
-    """2 with one line on stderr when the model can't be loaded, or drafts changed a text."""
+    """Return 2 with one line on stderr if the model can't be loaded, or drafts changed a text."""
     name = "python -m quire.loadtest.studies scripted-drafts"
     parser = argparse.ArgumentParser(prog=name, add_help=False)
     parser.add_argument("--streams", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4, 8])

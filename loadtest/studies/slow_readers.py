@@ -5,7 +5,7 @@
 
 DIRECTORY holds a model, of which only the tokenizer is read; the 42M model is made there if it holds none.  `quire
 serve` runs with the scripted executor, which computes nothing.  Everything else is real: step loop, Redis, one
-gateway, sockets.  The fast clients read `--tokens` tokens each in three phases:
+gateway, sockets.  The fast clients read `--tokens` tokens each in four phases:
 
     alone     no slow client is connected
     computed  the engine generates the slow clients' answers as well, so its batch and the token log are larger
@@ -116,7 +116,7 @@ class Watch:
         return int(self._gateway.memory_info().rss)
 
     async def record_peaks(self) -> None:
-        """Keep the highest memory of gateway and kernel until cancelled."""
+        """Record the highest memory use of gateway and kernel until cancelled."""
         while True:
             self.max_rss = max(self.max_rss, self.rss())
             self.max_kernel = max(self.max_kernel, kernel_bytes())

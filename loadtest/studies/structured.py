@@ -9,8 +9,8 @@ strings of the schemas.  That makes masks slow, because a string that must end s
 Prints one line of JSON:
 
     batchN_plain_tokens_per_s, batchN_structured_tokens_per_s   medians over the rounds
-    batchN_ratio, batchN_ratio_low, batchN_ratio_high           structured / plain: median, minimum, maximum of the
-    pairs batchN_added_ms_a_token                                     median of the differences
+    batchN_ratio, batchN_ratio_low, batchN_ratio_high           structured / plain, by pair: median, minimum, maximum
+    batchN_added_ms_a_token                                     median of the differences
     batchN_mask_ms, batchN_mask_p99_ms                          time of the tokens and masks of a step, on threads of
                                                                 their own from 4 sequences on
     batchN_plain_steps, batchN_structured_steps                 median number of steps of a round
@@ -155,7 +155,7 @@ def measure(llm: LLM, batch: int, tokens: int, rounds: int, max_length: int) -> 
 
 
 def main(argv: list[str]) -> int:
-    """2 with one line on stderr when the model can't be loaded or cannot follow grammars."""
+    """Return 2 with one line on stderr if the model can't be loaded or cannot follow grammars."""
     name = "python -m quire.loadtest.studies structured"
     parser = argparse.ArgumentParser(prog=name, add_help=False)
     parser.add_argument("--batch", type=lambda text: [int(part) for part in text.split(",")], default=[1, 64, 256])

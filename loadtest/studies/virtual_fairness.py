@@ -203,7 +203,7 @@ def compare(args: argparse.Namespace, engines: int) -> dict[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", default="1,2,3", help="one pair of runs for each; default 1,2,3")
+    parser.add_argument("--seeds", default="1,2,3", help="one pair of runs per seed; default 1,2,3")
     parser.add_argument("--shares", default="10,1", help="weights of the tenants' requests; default 10,1")
     parser.add_argument(
         "--rate", type=float, default=22.0, help="requests per second of both tenants, for each engine; default 22"

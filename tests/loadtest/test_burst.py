@@ -86,8 +86,8 @@ def test_a_model_with_a_countdown_is_asked_for_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--systems", "lanes,best"], "--systems: 'best' is none; there are lanes, fifo, threshold"),
-        (["--loads", "hot"], "--loads: 'hot' is none; there are known, cold, warm"),
+        (["--systems", "lanes,best"], "--systems: 'best' is unknown; valid: lanes, fifo, threshold"),
+        (["--loads", "hot"], "--loads: 'hot' is unknown; valid: known, cold, warm"),
         (["--seeds", "1,x"], "--seeds: '1,x' must be whole numbers"),
         (["--shape", "llama-8b", "--vllm-python", "p"], "--vllm-python: vLLM cannot make random"),
     ],
