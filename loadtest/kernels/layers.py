@@ -327,19 +327,19 @@ def experts(top: Ceilings, *, quick: bool) -> Iterator[Row]:
 
 
 def slot_settings(count: int, *, marks: Tensor | None = None, **asked: float) -> Tensor:
-    """A table of `count` slots with equal settings: [count, 8] i64, each a Settings of csrc/sampling_rules.h."""
+    """A table of `count` slots with equal settings: [count, 9] i64, each a Settings of csrc/sampling_rules.h."""
     wish = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0} | asked
     scale = math.log2(math.e) / wish["temperature"] if wish["temperature"] else 0.0
     records = b"".join(
         struct.pack(
-            "<qQQiiiiffffff",
-            *(i, 0 if marks is None else marks[i].data_ptr(), 0),
+            "<qQQQiiiiffffff",
+            *(i, 0 if marks is None else marks[i].data_ptr(), 0, 0),
             *(0, 64, int(wish["top_k"]), 0),
             *(scale, wish["top_p"], wish["min_p"], wish["repetition"], wish["presence"], 0.0),
         )
         for i in range(count)
     )
-    return torch.frombuffer(bytearray(records), dtype=torch.int64).view(count, 8).cuda()
+    return torch.frombuffer(bytearray(records), dtype=torch.int64).view(count, 9).cuda()
 
 
 def sampling(top: Ceilings, *, quick: bool) -> Iterator[Row]:
