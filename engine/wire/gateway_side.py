@@ -153,7 +153,7 @@ class GatewaySide:
         `record` is stored with the log of the first prompt, and attach() returns it.
 
         Raises BusDown after PATIENCE_S; the request is then not queued.  If only the reply was lost, it may be queued
-        for a moment: it is withdrawn as soon as Redis answers again.
+        for a moment: it is withdrawn as soon as Redis answers again, unless attach() comes first.
         """
         first = requests[0]
         words: list[bytes | str | int] = []
@@ -226,6 +226,8 @@ class GatewaySide:
         (compare `first`).  If some are missing after the attachment, an empty Delta follows whose `first` lies beyond
         the tokens received so far, and log() returns the missing tokens.  For a finished request, each choice has a
         Finish.  Without `listen` the log is only read.  Raises BusDown after PATIENCE_S."""
+        if listen:
+            await self._withdrawals.revoke(request_id)
         reply = await self._link.run_script(ATTACH, request_id, self._gateway if listen else "")
         if reply is None:
             return None

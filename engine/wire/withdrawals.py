@@ -48,6 +48,13 @@ class Withdrawals:
         if self._task is not None:
             await asyncio.wait([self._task])
 
+    async def revoke(self, request_id: str) -> None:
+        """Do not end this request, because it has a client again.  Waits for a script that may just end it."""
+        one = (request_id, UNREAD)
+        if one in self._owed:
+            await self.sent()
+            self._owed.pop(one, None)
+
     async def close(self) -> None:
         """Stop sending."""
         if self._task is not None:

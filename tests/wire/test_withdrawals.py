@@ -11,7 +11,8 @@ import redis
 
 from quire.engine.wire.gateway_side import GatewaySide
 from quire.engine.wire.link import BusDown, Link
-from quire.engine.wire.scripts import CANCEL, Script
+from quire.engine.wire.records import IdempotencyKey
+from quire.engine.wire.scripts import CANCEL, SUBMIT, Script
 from quire.engine.wire.withdrawals import SCRIPT_COUNT, Withdrawal, Withdrawals
 from tests.wire.sides import Bus, generate
 
@@ -65,6 +66,43 @@ async def test_what_does_not_reach_redis_stays_owed_and_goes_with_the_next_fleet
     gateway._link.run_script = original  # type: ignore[method-assign]
     await gateway.fleet()
     await gateway.withdrawn()
+    assert (await gateway.fleet()).queued == 0
+
+
+@pytest.mark.parametrize("sending", [False, True])
+async def test_a_request_whose_client_is_back_is_not_withdrawn(bus: Bus, sending: bool) -> None:
+    """The reply to a submit is lost.  The client repeats the request with its Idempotency-Key, and gets this answer."""
+    gateway, key = await bus.gateway(), IdempotencyKey("key", "body")
+    original, paused = gateway._link.run_script, asyncio.Event()
+
+    async def script(one: Script, *args: Any, **options: Any) -> Any:
+        if one is CANCEL:
+            await paused.wait()
+            raise BusDown("gone")
+        reply = await original(one, *args, **options)
+        if one is SUBMIT:
+            raise BusDown("gone")
+        return reply
+
+    gateway._link.run_script = script  # type: ignore[method-assign, assignment]
+    with pytest.raises(BusDown):
+        await gateway.submit(generate("a"), idempotency_key=key)
+    if sending:
+        await gateway.fleet()
+        await asyncio.sleep(0)
+    paused.set()
+    duplicate = await gateway.find_duplicate(key)
+    assert duplicate is not None
+    attached = asyncio.create_task(gateway.attach(duplicate.request_id))
+    gateway._link.run_script = original if not sending else script  # type: ignore[method-assign, assignment]
+    found = await attached
+    assert found is not None
+    assert [one.finish for one in found.choices] == [None]
+    gateway._link.run_script = original  # type: ignore[method-assign]
+    await gateway.fleet()
+    await gateway.withdrawn()
+    assert (await gateway.fleet()).queued == 1
+    await gateway.cancel("a")
     assert (await gateway.fleet()).queued == 0
 
 
