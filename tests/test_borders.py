@@ -78,8 +78,16 @@ MAY_SEE: dict[str, set[str]] = {
     "loadtest": LOADTEST,
     "loadtest.pages": {"loadtest.pages"},
     # Each made one table.  They measure the engine inside too, and nothing imports them.  One starts `quire serve` with
-    # an engine that has more modes.
-    "loadtest.studies": {"loadtest", "engine", "service.cli", "service.grammar"},
+    # an engine that has more modes, one replays the gateway's admission.
+    "loadtest.studies": {
+        "loadtest",
+        "engine",
+        "service.cli",
+        "service.common.refusal",
+        "service.config",
+        "service.delivery",
+        "service.grammar",
+    },
     # Times single operators, which no client can: it calls them through the wrappers that the engine itself uses.
     # The all-reduce needs the ranks.
     "loadtest.kernels": {"loadtest", "engine.executor.ops", "engine.executor.ranks.ranks"},

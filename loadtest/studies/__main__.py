@@ -31,6 +31,10 @@ STUDIES: dict[str, tuple[str, str]] = {
         f"{PACKAGE}.virtual_fairness",
         "compare a quiet tenant's latency on several engines, in virtual time",
     ),
+    "virtual-retries": (
+        f"{PACKAGE}.virtual_retries",
+        "compare the stated Retry-After with the needed one, in virtual time",
+    ),
     "prediction": (f"{PACKAGE}.prediction", "compare a measured run with the simulation of its request log"),
     "long-prompt": (f"{PACKAGE}.long_prompt", "time decode steps while a prompt of 32,768 tokens is computed"),
     "overhead": (f"{PACKAGE}.overhead", "compare a served model with the same engine offline"),

@@ -37,8 +37,8 @@ from quire.service.config import GatewayConfig
 RETRY_CAP_S = 60.0  # maximum Retry-After: clients ignore or refuse to honour longer pauses
 JITTER = 0.25  # maximum random lengthening of Retry-After, as a fraction, so that clients spread out
 PROMISE_JITTER = 0.05  # JITTER of promised retries (retry_book.py), which are already spread out
-# A promised retry may wait this many times the lane's maximum wait.  So it is admitted even if engines were slower than
-# estimated.
+# A promised retry may wait this many times the wait that was estimated at its refusal: the lane's maximum wait, and in
+# the late lane the stated pause too.  So it is admitted even if engines were slower, or more requests went first.
 KEPT = 2.0
 # Without a late lane, promised retries get at most this fraction of the engines' throughput, new requests the rest.
 PROMISED_PACE = 0.8
@@ -76,6 +76,7 @@ class Promised(NamedTuple):
     tokens: int = 0  # prompt tokens of all promised retries
     due: bool = False  # True if the request itself is a promised retry whose time has come
     due_tokens: int = 0  # prompt tokens of the retries whose time has come
+    paused_s: float = 0.0  # pause that was stated to the request itself, in seconds
 
 
 NO_PROMISES = Promised()
@@ -333,7 +334,8 @@ def decide(
     on_time_s, late_s = config.ttft_target_s * ON_TIME_WAIT, longest_s
     if longest_s > 0:
         late_missing += promised.tokens
-        late_s *= KEPT if promised.due else 1.0
+        if promised.due:
+            late_s = KEPT * min(config.late_wait_s + promised.paused_s, cost.longest_wait_s)
     elif promised.due:
         on_time_s *= KEPT
     else:

@@ -8,6 +8,8 @@ Engines' clocks may be wrong.  So an engine's report gets a time stamp of this p
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from quire.engine.wire.clock import steady_ms
@@ -18,7 +20,9 @@ from quire.engine.wire.records import Fleet, Queue
 class FleetView:
     """The last known load of each live engine, and of the queue."""
 
-    def __init__(self) -> None:
+    def __init__(self, now_ms: Callable[[], int] = steady_ms) -> None:
+        """`now_ms`: this process's clock, unix milliseconds."""
+        self._now_ms = now_ms
         # engine -> (time_ms on the engine's clock, load with time_ms on this process's clock)
         self._loads: dict[str, tuple[int, EngineLoad]] = {}
         self._exchanged_ms: dict[str, int] = {}  # engine -> unix time of its last sync, on this process's clock
@@ -30,14 +34,14 @@ class FleetView:
         """Store an engine's load.  A report with an unchanged `time_ms` does not count as a sign of life."""
         known = self._loads.get(load.engine)
         if known is None or known[0] != load.time_ms:
-            ours = msgspec.structs.replace(load, time_ms=steady_ms())
+            ours = msgspec.structs.replace(load, time_ms=self._now_ms())
             self._loads[load.engine] = (load.time_ms, ours)
             self._exchanged_ms[load.engine] = ours.time_ms
 
     def record_queue(self, queue: Queue) -> None:
         """Store the state of the queue that a submit returned, which contains only the submitting tenant."""
         tenants = self._queue.tenants | queue.tenants
-        self._queue, self._queue_ms = msgspec.structs.replace(queue, tenants=tenants), steady_ms()
+        self._queue, self._queue_ms = msgspec.structs.replace(queue, tenants=tenants), self._now_ms()
 
     def record_reading(self, fleet: Fleet) -> None:
         """Store a full snapshot, and forget engines that it lacks: their leases have lapsed."""
@@ -45,11 +49,11 @@ class FleetView:
             self.record_load(load)
         for engine in self._loads.keys() - {load.engine for load in fleet.engines}:
             del self._loads[engine]
-        ahead_ms = steady_ms() - fleet.time_ms  # how far this process's clock is ahead of the snapshot's
+        ahead_ms = self._now_ms() - fleet.time_ms  # how far this process's clock is ahead of the snapshot's
         self._exchanged_ms = {engine: time_ms + ahead_ms for engine, time_ms in fleet.exchanged_ms.items()}
         self._queue, self._queue_ms = (
             Queue(fleet.queued, fleet.queued_tokens, fleet.free_tokens, fleet.tenants, fleet.on_time, fleet.late),
-            steady_ms(),
+            self._now_ms(),
         )
         self._quarantined = fleet.quarantined
 

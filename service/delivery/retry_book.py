@@ -37,6 +37,7 @@ Key = tuple[str, int]
 class _Promise(NamedTuple):
     number: int  # position in the order of first refusals; a client that is refused again keeps it
     tokens: int  # prompt tokens
+    pause_ms: int  # the stated pause
     due_ms: int  # time of the promised retry
     until_ms: int  # time at which the promise expires
 
@@ -84,6 +85,7 @@ class RetryBook:
             sum(promise.tokens for promise in before),
             due=now_ms >= own.due_ms - EARLY_MS,
             due_tokens=sum(promise.tokens for promise in before if promise.due_ms <= now_ms),
+            paused_s=own.pause_ms / 1000,
         )
 
     def _promise(self, key: Key, own: _Promise | None, tokens: int, now_ms: int, pause_s: float) -> None:
@@ -95,7 +97,7 @@ class RetryBook:
         grace_ms = max(MIN_GRACE_MS, round(GRACE * pause_ms))
         number = self._number if own is None else own.number
         self._drop(key)
-        promise = _Promise(number, tokens, now_ms + pause_ms, now_ms + pause_ms + grace_ms)
+        promise = _Promise(number, tokens, pause_ms, now_ms + pause_ms, now_ms + pause_ms + grace_ms)
         self._promises[key] = promise
         self._tokens += tokens
         heapq.heappush(self._ends, (promise.until_ms, key))

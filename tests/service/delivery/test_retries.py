@@ -184,14 +184,13 @@ def request(number: int) -> list[Generate]:
     return [Generate(f"r{number}", "g", [number], 10, Sampling(), 0)]
 
 
-def full(now_ms: int = 1_000_000) -> Fleet:
-    """A full engine that starts 80 tokens per second, with 20 s of work in its late lane."""
+def full(now_ms: int = 1_000_000, late_tokens: int = 1600) -> Fleet:
+    """A full engine that starts 80 tokens per second, with `late_tokens` of work in its late lane."""
     load = a_load(total_blocks=100, free_blocks=0, running=8, blocks_per_s=10.0, time_ms=now_ms)
     load = msgspec.structs.replace(load, prompt_tokens=5000, generated_tokens=5000)
-    late = LaneQueue(10, 1600)
-    return Fleet(
-        [load], 12, 1800, now_ms, 0, {"": TenantQueue(1800, 0.0, 1.0, 1600)}, on_time=LaneQueue(2, 200), late=late
-    )
+    late, total = LaneQueue(10, late_tokens), 200 + late_tokens
+    tenants = {"": TenantQueue(total, 0.0, 1.0, late_tokens)}
+    return Fleet([load], 12, total, now_ms, 0, tenants, on_time=LaneQueue(2, 200), late=late)
 
 
 def told(book: RetryBook, number: int, at_ms: int = 0, tokens: int = 80) -> float:
@@ -222,6 +221,27 @@ def test_a_promise_ends_when_its_client_joins_or_does_not_come_back() -> None:
         "no client came back, so no promise is left"
     )
     assert len(book) == 1
+
+
+def test_a_promise_holds_although_others_went_first_during_the_pause() -> None:
+    """On-time requests of a burst overtake the late lane, so it is longer at the retry than the refusal assumed."""
+    book = RetryBook()
+    pause_ms = round(1000 * told(book, 1))
+    at_ms, longest_s = 1_000_000 + pause_ms, 2 * (LANES.late_wait_s + pause_ms / 1000)
+    assert longest_s > 4 * LANES.late_wait_s
+
+    def decide(number: int, wait_s: float, cost: Cost) -> None:
+        fleet = full(at_ms, late_tokens=round(80 * wait_s) - 200 - cost.prompt_tokens)
+        book.decide(request(number), cost, fleet, at_ms, LANES, 0.0)
+
+    cost = Cost(80, 600.0)
+    decide(1, longest_s - 1, cost)
+    with pytest.raises(Refusal):
+        decide(2, longest_s - 1, cost)  # a new request
+    with pytest.raises(Refusal):
+        decide(1, longest_s - 1, msgspec.structs.replace(cost, longest_wait_s=10.0))  # its client's own limit
+    with pytest.raises(Refusal):
+        decide(1, longest_s + 1, cost)
 
 
 def test_the_book_is_bounded() -> None:
