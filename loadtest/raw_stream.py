@@ -53,6 +53,6 @@ async def read_stream(port: int, request: bytes) -> RawStream:
         tail = joined[-64:]
     writer.close()
     if b"[DONE]" not in tail:
-        raise RuntimeError("a stream ended before its [DONE]")
+        raise RuntimeError(f"a stream ended before its [DONE], with {tail.decode(errors='replace')!r}")
     stream.events -= 1
     return stream

@@ -71,16 +71,16 @@ def of_tenant(records: list[Record], tenant: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def further_engines(args: argparse.Namespace, redis_url: str, flags: list[str]) -> Iterator[None]:
-    """Run --engines - 1 engines on the Redis of `quire serve`, which runs one itself."""
-    command = [sys.executable, "-m", "quire.service.cli", "engine", str(args.model), "--served-name", MODEL_NAME]
+def further_engines(model: str, engines: int, redis_url: str, flags: list[str]) -> Iterator[None]:
+    """Run `engines` - 1 engines on the Redis of `quire serve`, which runs one itself."""
+    command = [sys.executable, "-m", "quire.service.cli", "engine", model, "--served-name", MODEL_NAME]
     command += [*flags, "--redis-url", redis_url, "--metrics-port", "0"]
     with contextlib.ExitStack() as stack:
-        engines = [
+        further = [
             stack.enter_context(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-            for _ in range(args.engines - 1)
+            for _ in range(engines - 1)
         ]
-        for engine in engines:
+        for engine in further:
             stack.callback(engine.terminate)
         yield
 
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace, seed: int, only: str) -> dict[str, Any]:
         own = ["--no-spare", "--tenants", str(path), "--gateways", str(args.gateways)]
         with (
             EmbeddedRedis() as redis,
-            further_engines(args, redis.url, flags),
+            further_engines(str(args.model), args.engines, redis.url, flags),
             serve(str(args.model), *flags, *own, "--redis-url", redis.url) as server,
         ):
             asyncio.run(wait_for_engines(redis.url, args.engines))

@@ -1,10 +1,10 @@
 """The time between tokens of 32 sequences while an engine computes a prompt of 32k tokens.
 
-    python -m quire.loadtest.studies long-prompt DIR [--tokens 32768] [--steps 60]
+    python -m quire.loadtest.studies long-prompt DIR [--tokens 32768] [--steps 60] [--shape llama-8b] [--name NAME]
 
-The 42M model with a context of CONTEXT tokens is made in DIR if the directory holds no model.  The complete prompt
-takes minutes on a CPU.  So `--steps` steps are measured without it, then as many at each quarter of the prompt.  The
-prompt tokens between these are computed as fast as possible.
+The 42M model with a context of CONTEXT tokens is made in DIR if the directory holds no model, or with --shape that
+shape, which gets random weights.  The complete prompt takes minutes on a CPU.  So `--steps` steps are measured without
+it, then as many at each quarter of the prompt.  The prompt tokens between these are computed as fast as possible.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.executor import loading
 from quire.engine.llm import LLM
 from quire.engine.tools.bench import GREEDY, PROMPT, prompt, say
-from quire.loadtest import machine
+from quire.loadtest import machine, shapes
 from quire.loadtest.checkpoint import make_llama_42m
 from quire.loadtest.studies.timing import percentiles, timed
 
@@ -30,17 +30,28 @@ GOAL = 2.0  # target: ITL p99 with the prompt / without it
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, help="directory of the model; made there if empty")
     parser.add_argument("--tokens", type=int, default=32_768, help="length of the prompt; default 32768")
+    parser.add_argument("--shape", choices=shapes.CONFIGS, help="shape with random weights; default: the 42M model")
+    parser.add_argument("--name", type=machine.result_name, default="long_prompt_cpu", help="name of the result file")
     parser.add_argument("--steps", type=int, default=60, help="steps measured at each quarter; default 60")
 
 
 def main(args: argparse.Namespace, command: str) -> int:
     if not (args.directory / "config.json").exists():
-        make_llama_42m(args.directory, CONTEXT)
-    found = stalls(EngineConfig(model=str(args.directory), kv_blocks=6000), args.tokens, args.steps)
+        if args.shape:
+            shapes.write(args.shape, args.directory)
+        else:
+            make_llama_42m(args.directory, CONTEXT)
+    config = EngineConfig(
+        model=str(args.directory),
+        kv_blocks=6000,
+        max_model_len=CONTEXT,
+        load="random" if args.shape else "safetensors",
+    )
+    found = stalls(config, args.tokens, args.steps)
     figures = {name: round(value, 3) for name, value in found.items()}
     print(json.dumps(figures, indent=1))
     print(f"p99 with the prompt: {figures['beside_p99_over_alone_p99']} times that without (target {GOAL})")
-    path = machine.write("long_prompt_cpu", command.replace(str(args.directory), "DIRECTORY"), figures)
+    path = machine.write(args.name, command.replace(str(args.directory), "DIRECTORY"), figures)
     print(f"written to {path.relative_to(machine.ROOT)}")
     return 0
 
