@@ -35,8 +35,8 @@ tokens, times the fraction of D(n) that n prompt tokens take: further tokens cos
 reading weights.
 
 A step computes at most the drafts whose time the account covers even if all of them are refused.  Without computed
-drafts no acceptance rate is learnt.  So when the account holds twice the time of PROBE_TOKENS drafts, these are
-computed (a probe).
+drafts no acceptance rate is learnt.  So PROBE_TOKENS drafts are computed (a probe) when the account holds twice their
+time and PROBES of the time since the last probe covers it: probes do not spend what earlier drafts have saved.
 """
 
 from __future__ import annotations
@@ -151,6 +151,7 @@ class DraftController:
         self._recheck: dict[tuple[int, int], int] = {}  # steps between two steps without drafts, by load_class
         self._searches = 0
         self._credit_s = inf  # credit account in seconds; inf: not opened yet
+        self._unprobed = FIRST_CREDIT / PROBES  # steps without drafts since the last probe
         self._idle_s = 0.0  # moving average of the seconds that the device waits for a step with drafts
 
     # ------------------------------------------------------------------------------------------------------- learning
@@ -317,6 +318,7 @@ class DraftController:
         counts = [0] * len(lengths)
         if count := self._probe_size(lengths, seqs, max_tokens):
             counts[lengths.index(max(lengths))] = count
+            self._unprobed = 0.0
         return counts
 
     def _probe_size(self, lengths: list[int], seqs: int, max_tokens: int) -> int:
@@ -327,14 +329,15 @@ class DraftController:
         if not alone:
             return 0
         self._book(PROBES * alone, alone)
+        self._unprobed += 1
         if count <= 0:
             return 0
         extra = self._extra.get(seqs.bit_length())
         # The only measurement is implausible.
         if extra is not None and extra.doubtful(self._padded(seqs, count), OUTLIER * alone):
             return count
-        cost = 2 * (self.extra_s(seqs, count) + self._idle_s)
-        return count if min(cost, MAX_CREDIT * alone) <= self._credit(alone) else 0
+        cost = min(self.extra_s(seqs, count) + self._idle_s, MAX_CREDIT / 2 * alone)
+        return count if 2 * cost <= self._credit(alone) and cost <= self._unprobed * PROBES * alone else 0
 
     def _rate(self, seq: Sequence, draft: Draft) -> float:
         """Return the probability that a draft token is accepted if the draft tokens before it are."""

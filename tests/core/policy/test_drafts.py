@@ -101,6 +101,21 @@ def test_where_drafts_do_not_pay_probes_take_a_small_part_of_the_time() -> None:
     assert 0 < spent < 0.01 * steps
 
 
+def test_probes_do_not_spend_what_earlier_drafts_have_saved() -> None:
+    """A probe takes 3 % of a step, which PROBES covers after six steps; the full account would pay for 60 in a row."""
+    share = PROBE_TOKENS / 128
+    control, (seq,), probes = controller(64, share * DECODE_S / PROBE_TOKENS), sequences(1), 0
+    teach(control, seq, 0)
+    for _ in range(120):
+        (count,) = control.choose([(seq, draft(0))], 64, 100)
+        if count:
+            control.record(DECODE_S * (1 + share), 64, count, 0, 0.0)
+            probes += 1
+        else:
+            control._step_cost.record_step(DECODE_S, 64, 0)
+    assert 0 < probes <= 1 + 120 * PROBES / share
+
+
 def test_nothing_is_drafted_before_a_step_without_drafts_was_measured() -> None:
     control, (seq,) = DraftController(StepCostModel()), sequences(1)
     assert control.choose([(seq, draft(0))], 1, 0) == [0]
