@@ -35,8 +35,8 @@ MODEL ?=
 ARGS ?=
 
 NODE := $(if $(shell command -v npm),.venv-clients/node/.installed)
-CLIENTS := .venv-clients/openai-2/.installed .venv-clients/openai-3/.installed $(NODE)
-FETCHED := .venv-clients/openai-2.fetched .venv-clients/openai-3.fetched $(NODE)
+CLIENTS := $(patsubst %,.venv-clients/%/.installed,openai-2 openai-3 benchmarks) .venv-clients/benchmarks/.vllm $(NODE)
+FETCHED := $(patsubst %,.venv-clients/%.fetched,openai-2 openai-3 benchmarks vllm) $(NODE)
 
 .PHONY: serve test clients fetch-clients lint bench chaos figures images
 .SECONDARY: $(FETCHED)
@@ -112,11 +112,14 @@ $(INSTALLED): $(SERVING)
 	@$(RUN) -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true
 	@touch $@
 
-# Two environments, because clients need different versions of the official OpenAI client.  Every package is pinned and
-# installed without its dependencies; `pip check` reports missing ones.
+# One environment per version of the official OpenAI client, and one for benchmarks, which find torch and transformers in
+# .venv.  Every package is pinned and installed without its dependencies; `pip check` reports missing ones.
+LIBRARY := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+.venv-clients/benchmarks/.installed: SHARES := yes
 .venv-clients/%/.installed: .ci/clients/%.txt .venv-clients/%.fetched | $(INSTALLED)
 	@echo "Installing the clients of $<"
 	@$(RUN) -m venv --clear .venv-clients/$*
+	$(if $(SHARES),@$(RUN) $(LIBRARY) >$$(.venv-clients/$*/bin/python $(LIBRARY))/serving.pth)
 	@.venv-clients/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-index \
 	  --find-links .venv-clients/$*-wheels -r $<
 	@.venv-clients/$*/bin/python -m pip check --quiet --disable-pip-version-check
@@ -126,6 +129,19 @@ $(INSTALLED): $(SERVING)
 .venv-clients/%.fetched: .ci/clients/%.txt | $(INSTALLED)
 	@echo "Fetching the clients of $<, as pinned there (a minute)"
 	@$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir .venv-clients/$*-wheels -r $<
+	@touch $@
+
+# vLLM's benchmark: its source, built without kernels, since its wheels and what they need take gigabytes.
+.venv-clients/vllm.fetched: .ci/clients/vllm.txt .venv-clients/benchmarks/.installed
+	@echo "Fetching the packages of $<, and building vLLM without kernels (a minute)"
+	@VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$$(sed -n 's/^vllm==//p' $<) .venv-clients/benchmarks/bin/python \
+	  -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-binary vllm \
+	  --wheel-dir .venv-clients/vllm-wheels -r $<
+	@touch $@
+
+.venv-clients/benchmarks/.vllm: .venv-clients/vllm.fetched
+	@.venv-clients/benchmarks/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-index \
+	  --find-links .venv-clients/vllm-wheels -r .ci/clients/vllm.txt
 	@touch $@
 
 # Node programs, as pinned in the lock file; skipped if npm is missing.

@@ -3,7 +3,8 @@
     python -m tests.clients [arguments of pytest]
 
 The server runs in this environment, with the demo model: Redis, engine and gateway are real.  Each folder of tests runs
-in the environment of .venv-clients that has its name, one for each version of OpenAI's client that clients take.
+in the environment of .venv-clients that has its name: one for each version of OpenAI's client that clients take, and
+one for benchmarks.
 Agents and programs of npm run against a gateway whose model is scripted (`scripted.py`), the latter unless npm is not
 installed.  The last line printed is a summary like pytest's.  Exit status 1 when a test failed.
 """
@@ -27,7 +28,7 @@ from tests.system.processes import Process, ending
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parents[1] / ".venv-clients"
-FOLDERS = {"openai_2": "openai-2", "openai_3": "openai-3"}  # of tests; of .venv-clients
+FOLDERS = {"openai_2": "openai-2", "openai_3": "openai-3", "benchmarks": "benchmarks"}  # of tests; of .venv-clients
 NODE = ENVIRONMENTS / "node"  # packages of npm
 OUTCOMES = {"failure": "failed", "error": "failed", "skipped": "skipped"}
 MAX_LEN = 4096
@@ -80,6 +81,7 @@ def run(name: str, python: str | Path, url: str, model: str, scratch: Path, word
     command: list[str | Path] = [python, "-m", "pytest", "-c", HERE / "pytest.ini"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "ANTHROPIC_"))}
     environment |= {"QUIRE_URL": url, "QUIRE_SCRIPTED_URL": url, "QUIRE_NODE": str(NODE)}
+    environment["QUIRE_MODEL"] = model
     environment["QUIRE_SENSE"] = str(int(model != "builtin"))
     subprocess.run([*command, f"--junit-xml={report}", HERE / name, *words], env=environment, check=False)
     if not report.exists():

@@ -161,7 +161,7 @@ def test_clients_are_left_out_only_where_their_packages_cannot_be_fetched(
 
 
 def test_the_table_of_clients_has_the_versions_that_are_tested() -> None:
-    """Both environments hold one version of the official client each; `make clients` installs what is pinned."""
+    """`make clients` installs what is pinned, in environments that may differ in the official client's version."""
     pins: dict[str, set[str]] = {}
     for file in (ROOT / ".ci" / "clients").glob("*.txt"):
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
