@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire.engine.adapters.files import read_adapter
@@ -260,6 +261,36 @@ def test_without_slots_the_model_is_as_it_was(checkpoint: Callable[[str], Path],
     (found,) = llm.generate(prompts_of(1), GREEDY, adapters=five[0])
     assert "takes no LoRA adapters" in found.outputs[0].message
     llm.close()
+
+
+class Calls(TorchDispatchMode):
+    """The operators of torch and of ours that were called, with the shapes of their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: list[tuple[str, list[torch.Size]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.made.append((str(func), [each.shape for each in args if isinstance(each, torch.Tensor)]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_a_step_without_adapter_rows_calls_what_a_server_without_lora_calls(
+    checkpoint: Callable[[str], Path], tmp_path: Path, family: str
+) -> None:
+    """All operators of prompts and decode steps, after the engine has served an adapter."""
+    adapter = Adapter("one", str(write_adapter(tmp_path / "one", base_of(checkpoint(family)))))
+    made = []
+    for slots in (0, 8):
+        llm = serve(checkpoint(family), lora_slots=slots, prefix_cache=False, itl_stretch=0.0, step_target_s=0.0)
+        llm.generate(prompts_of(6), GREEDY, max_new_tokens=NEW, adapters=[adapter, None] * 3 if slots else None)
+        with Calls() as calls:
+            llm.generate(prompts_of(6, seed=5), GREEDY, max_new_tokens=NEW)
+        made.append(calls.made)
+        llm.close()
+    assert len(made[0]) > 10 * NEW
+    assert made[0] == made[1]
 
 
 def test_experts_take_no_adapter(tmp_path: Path) -> None:
