@@ -55,7 +55,7 @@ class Dialect(msgspec.Struct, frozen=True):
     results: bool = True  # messages of role tool
     orphan_results: bool = True  # tool results that follow no call
     parallel_calls: bool = True  # more than one call in a message
-    content_with_calls: bool = True  # content in an assistant's message with calls, also before later messages
+    content_with_calls: bool = True  # content next to calls in a message, even if other messages follow
     nine_letter_ids: bool = False  # call ids must have nine letters or digits
     sorts: KeyOrder = ""  # the order in which it writes the keys of an object
     any_arguments: bool = True  # a string of arguments that is no JSON object
@@ -96,7 +96,7 @@ def probe(render: Render, template: str) -> Dialect:
 
 
 def effort_variables(dialect: Dialect, effort: str) -> dict[str, Any]:
-    """Return the template's variables for a reasoning effort; {} if the template has none, so it has no effect.
+    """Return the template's variables for a reasoning effort; {} if it has none: then the effort has no effect.
 
     "none" switches reasoning off.  A template with only a switch supports no other effort."""
     if effort == "none" and not dialect.effort_none:

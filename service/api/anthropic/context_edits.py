@@ -29,7 +29,7 @@ KEPT_TURNS, KEPT_CALLS = 1, 3  # defaults of `keep`: turns with thinking, and to
 def edited(
     turns: list[Turn], management: dict[str, Any] | None, skipped: Skipped
 ) -> tuple[list[Turn], list[PromptBound]]:
-    """Apply edits.  Returns the edited messages, and the prompt lengths that would trigger the edits not applied.
+    """Apply edits.  Returns the edited messages, and for each edit not applied the prompt length that would trigger it.
 
     Raises Refusal for an unsupported edit."""
     bounds: list[PromptBound] = []

@@ -90,7 +90,7 @@ class ResponsesBody(SamplingFields, kw_only=True):
     background: bool | None = None
     stream: bool | None = None
     stream_options: Any = None
-    # Harmless, as in a chat.
+    # These fields have no effect, as in a chat.
     user: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
