@@ -30,7 +30,7 @@ PAGE = ROOT / "docs" / "options.md"
 API = ROOT / "docs" / "api.md"
 BEGIN, END = "<!-- limits: written by .ci/options.py -->", "<!-- end of limits -->"  # around the generated part of API
 SCHEMA = ROOT / "helm" / "values.schema.json"
-CLIENT = "Of the environment it reads only the API key."
+CLIENT = "The only environment variable that it reads is the API key's."
 SECTIONS: dict[str, tuple[type[msgspec.Struct], str]] = {
     "serve": (
         ServeConfig,
@@ -70,11 +70,12 @@ Written by `python .ci/options.py` from the config structs; CI refuses a page th
 
 A flag wins over the environment, the environment over the file of `--config`, and the file over the default. An option
 `max_seqs` is the flag `--max-seqs 64`, the variable `QUIRE_MAX_SEQS=64` and the key `max_seqs = 64` of the file. A bool
-is `--x` or `--no-x`; a list is comma-separated, in the file a list. An option that is unknown or out of its limits
-stops the start with one line that names it. So does a variable `QUIRE_...` that is no option of any program.
+is `--x` or `--no-x`. A list has commas between its entries; in the file it is a TOML list. An option that is unknown or
+out of its limits stops the start with one line that names it. So does a variable `QUIRE_...` that is no option of any
+program.
 
-The file is TOML. Keys before the first table are for every program that reads it, so each must know them. Options of
-one program are in its table:
+The file is TOML. Keys before the first table are read by every program that uses the file, so each program
+must have these options. Options of one program are in its table:
 
 ```toml
 model = "./llama"           # quire serve gives model, served_name and namespace to both

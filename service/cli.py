@@ -200,7 +200,7 @@ def serve(argv: Sequence[str], program: EngineProgram = ENGINE) -> int:
         asyncio.run(check_redis(url, gateway.namespace))
         with interrupt.raised_at_once():
             model = find_model(gateway.model)
-        name = settings.process_name()  # unchanged when a child restarts, so that it gets its own requests again
+        name = settings.process_name()  # the same for a restarted child: it gets its own requests again
         os.environ["QUIRE_REDIS_URL"] = url  # inherited; a flag would show its password to every user of the machine
         pages, engine_page = metrics_pages(gateway, own.gateways, engine_config.metrics_host)
         first = [f"--engine-id={name}", f"--grace-s={ENGINE_GRACE_S}"]  # defaults, which `engine_words` may override

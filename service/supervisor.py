@@ -302,7 +302,7 @@ class Supervisor:
 
     async def _announce(self) -> None:
         """Wait until a gateway is ready.  Then print the address and an example request."""
-        while await asyncio.to_thread(self._get, "/ready") is None:  # noqa: ASYNC110  (another process's event)
+        while await asyncio.to_thread(self._get, "/ready") is None:  # noqa: ASYNC110  (no event of this process)
             await asyncio.sleep(POLL_S)
         path, asked = self._example
         print(

@@ -45,7 +45,7 @@ def compared(results: Results) -> Iterator[str]:
         f"**{v(theirs['first_tokens_s'] / ours['first_tokens_s'], '.2f')}; {v(theirs['ms_per_token'] / ours['ms_per_token'], '.2f')}** |"
     )
     burst = pair["burst"]
-    yield f"pool of 40,960 tokens, lengths known, {v(burst['requests'], ',')} requests"
+    yield f"has {v(burst['requests'], ',')} requests of known lengths and a pool of 40,960 tokens"
     cells = []
     for run in (burst["quire"], burst["vllm"]):
         cells.append(f"{pct(run['on_time'])} %; {v(run['preemptions'], ',')}; {v(run['longest_gap_ms'], ',')} ms")

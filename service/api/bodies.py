@@ -38,7 +38,7 @@ class CommonBody(BeamFields, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
-    # Structured output: at most one of the next five and `structured_outputs`; `grammar.py` reads them.
+    # Structured output: at most one of the next five fields and `structured_outputs` may be set (see `grammar.py`).
     response_format: Any = None
     guided_json: Any = None
     guided_regex: Any = None
@@ -90,7 +90,7 @@ class TokenizeBody(msgspec.Struct):
     add_special_tokens: bool = True
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
-    # Only with messages, as in a chat.
+    # The next fields are allowed only with messages, as in a chat.
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None

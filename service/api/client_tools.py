@@ -23,7 +23,7 @@ from quire.service.config import GatewayConfig
 from quire.service.output.json_repair import repaired
 
 Tool = dict[str, Any]
-CHAT_KINDS = ("function", "custom")  # types of a chat's tools; a field of this name has the description
+CHAT_KINDS = ("function", "custom")  # types of a chat's tools; the field of the same name describes the tool
 INPUT = "input"  # the one argument of a custom tool
 JOINED = "__"  # separator of namespace and name, valid in names for chat templates and grammars
 CUSTOM_PARAMETERS = {
@@ -185,7 +185,7 @@ def _function_name(tool: Any) -> str:
 
 def custom_input(arguments: str) -> str:
     """Return the input in the arguments of a custom tool's call; arguments of another form are the input itself."""
-    whole = repaired(arguments) if arguments.lstrip().startswith("{") else None  # max_tokens may have cut them
+    whole = repaired(arguments) if arguments.lstrip().startswith("{") else None  # max_tokens may have cut the arguments
     try:
         found = json.loads(without_escaped_halves(whole or arguments), strict=False)
     except (ValueError, RecursionError):

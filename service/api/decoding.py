@@ -26,8 +26,8 @@ NON_FINITE_BYTES = 256 * 1024  # an invalid body up to this size is parsed again
 def decode(body: bytes, kind: type[Any], config: GatewayConfig | None = None) -> Any:
     """Decode a body as `kind`.  Raises Refusal: not UTF-8, not JSON, a field of the wrong type or missing.
 
-    Numbers and booleans may be strings, and 5.0 counts as 5, unless `config` has `strict_fields`.  The limits in
-    `config` are named when a number is out of range."""
+    Numbers and booleans may be strings, and 5.0 counts as 5, unless `config` has `strict_fields`. If a number is out of
+    range, the refusal names its limit in `config`."""
     try:
         return msgspec.json.decode(body, type=kind, strict=config is not None and config.strict_fields)
     except msgspec.ValidationError as error:

@@ -23,7 +23,7 @@ SHOWN = 16  # maximum unknown fields that the header names; further ones are onl
 
 
 class Harmless(NamedTuple):
-    """A field that is accepted without effect.  `why`: reason that it needs none."""
+    """A field that is accepted without effect.  `why`: why it needs no effect."""
 
     why: str
     endpoints: tuple[Endpoint, ...] = ANSWERS

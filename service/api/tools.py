@@ -53,7 +53,7 @@ class ChatOptions(msgspec.Struct, frozen=True):
     generation_prompt: bool = True
     continue_final: bool = False
     thinking_budget: int | None = None  # maximum tokens of reasoning; None: unbounded
-    thinking_target: bool = False  # ignore a budget that this model cannot have, instead of refusing
+    thinking_target: bool = False  # ignore a budget that this model cannot have, instead of refusing the request
     thinking: bool | None = None  # switch reasoning on or off; None: the template's default
 
     def path(self, at: int) -> str:

@@ -206,7 +206,9 @@ def _without_orphans(entries: Iterable[Entry]) -> Iterator[Entry]:
 
 
 def _alternating(entries: list[Entry], dialect: Dialect) -> list[Entry]:
-    """Return the entries with user and assistant messages in alternation.  Calls and results do not count."""
+    """Return the entries with user and assistant messages in alternation.
+
+    Calls and results do not count as messages."""
     made: list[Entry] = []
     before: int | None = None  # index in `made` of the last user or assistant message
     for message, at in entries:

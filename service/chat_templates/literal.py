@@ -46,7 +46,7 @@ class _Reading(NamedTuple):
 
 
 class LiteralContent:
-    """The special tokens of one tokenizer, and the ids of their text.  Thread-safe."""
+    """The special tokens of one tokenizer, and the ids into which the text of each is encoded.  Thread-safe."""
 
     def __init__(self, backend: Any, controls: Iterable[str] = ()) -> None:
         """`backend`: a `tokenizers.Tokenizer`, which no other thread may use during this call.

@@ -9,7 +9,7 @@ import logging
 M_MMAP_THRESHOLD = -3
 M_ARENA_MAX = -8
 MMAP_BYTES = 128 * 1024  # minimum size of a block that gets its own mapping, which is unmapped when it is freed
-ARENAS = 2  # maximum allocator arenas of threads, since each arena retains free memory
+ARENAS = 2  # maximum number of malloc's arenas for threads; each retains free memory
 
 log = logging.getLogger(__name__)
 

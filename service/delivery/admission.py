@@ -294,7 +294,8 @@ def wait_estimator(fleet: Fleet, now_ms: int) -> Callable[[Place], float | None]
     """Return a function that estimates, from a request's place in the queue, the seconds until it is claimed.
 
     The function returns None while the engines' throughput is not known.  It assumes that all requests of a lane are
-    equally long.  Making it takes O(engines), a call O(1), since thousands of requests may wait."""
+    equally long.  Making the function takes O(engines); each call takes O(1), since it is called for thousands of
+    waiting requests."""
     supply = _supply(fleet, now_ms)
 
     def wait_s(place: Place) -> float | None:

@@ -293,7 +293,7 @@ class Streams:
 
     @property
     def fleet(self) -> Fleet:
-        """The engines with a live lease and the queue, as last read."""
+        """The queue, and the engines with a live lease, as last read."""
         return self._view.fleet()
 
     def redis_ms(self) -> int:

@@ -305,7 +305,9 @@ def _of_terminal(terminal: str) -> str:
 
 
 def _reasoned_grammar(rules: AfterReasoning) -> Compiled:
-    """Return the grammar of reasoning followed by an answer.  Raises NotServed if the answer's grammar is not."""
+    """Return the grammar of reasoning followed by an answer.
+
+    Raises NotServed if the answer's grammar is not supported."""
     compiled = compile_grammar(rules.answer)
     inner = compiled.grammar
     answer = json.loads(inner)["grammars"][0] if inner.startswith("{") else {"lark_grammar": inner}

@@ -26,8 +26,8 @@ class Watches:
         # The first of several matches of equal length is used, so the general notation of a family is last.
         every = self.notations[::-1]
         calling = [Marker("call", _in_fence(one.open), one, one.open.grows) for one in every]
-        # First characters of calls that count only at the beginning of a line; names' first characters are not among
-        # them.
+        # First characters of calls that count only at the beginning of a line, except calls that begin with a
+        # function's name.
         lined = [one.open.pattern.pattern.removeprefix(LINE) for one in every if one.is_lined]
         self.begin_line = frozenset(text[0] for one in lined for text in beginnings(one) if text) if lined else None
         fence = [Marker("fence", regex.compile(r"```\s*"))] if calling else []

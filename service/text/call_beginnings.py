@@ -86,7 +86,7 @@ def _pattern(notation: Notation) -> str | None:
 def _simple(pattern: str) -> str:
     """Return a pattern that matches the same texts, or more, without character classes of many Unicode ranges.
 
-    A grammar engine computes with the bytes of each range."""
+    Such classes are slow in a grammar engine, which computes with the bytes of each range."""
 
     def replaced(found: re.Match[str]) -> str:
         inside = re.sub(r"\\[swd]", lambda one: "" if found[1] == "[^" else CLASSES[one[0]], found[2] or "")

@@ -197,7 +197,7 @@ def _result(here: str, block: ContentBlock, names: dict[str, str], skipped: Skip
 
 
 def _inner(param: str, given: Any, skipped: Skipped, *, notes: bool = False) -> str | list[Part]:
-    """Return the text of content within a block.  `notes`: images and files become a note.  Raises Refusal."""
+    """Return the text of content within a block.  `notes`: whether images and files become a note.  Raises Refusal."""
     if given is None or isinstance(given, str):
         return given or ""
     if isinstance(given, list):  # `input` of inner blocks is ignored

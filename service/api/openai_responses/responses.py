@@ -296,7 +296,7 @@ def _shown(asked: ResponsesBody, valid: ValidRequest) -> dict[str, Any]:
 
 
 def missing(response_id: str, param: str | None = None) -> Refusal:
-    """Return the 404 for a response that is not stored.  `param`: the field with its id."""
+    """Return the 404 for a response that is not stored.  `param`: the request field that has its id."""
     prefix = f"{param}: " if param else ""
     message = f"{prefix}Response with id '{shown(response_id)}' not found."
     return Refusal(404, "response_not_found", message, param=param, given=response_id)
