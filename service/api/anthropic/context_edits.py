@@ -67,7 +67,7 @@ def _bound(here: str, edit: dict[str, Any]) -> PromptBound:
 
 
 def _clears_no_calls(turns: list[Turn], edit: dict[str, Any]) -> bool:
-    """Return whether an edit certainly clears no call: it keeps all calls, or its trigger needs more than the chat has."""
+    """Return whether an edit certainly clears no call: it keeps all calls, or its trigger needs more than there are."""
     blocks = [block for turn in turns if not isinstance(turn.content, str) for block in turn.content]
     calls = sum(block.type == "tool_use" for block in blocks)
     keep, trigger = edit.get("keep") or {"value": KEPT_CALLS}, edit.get("trigger")
