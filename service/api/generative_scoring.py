@@ -1,7 +1,7 @@
 """POST /generative_scoring, as in vLLM: the probability of a label token after a query and each of several items.
 
-    ScoringBody --parse--> ValidRequest with one prompt per item --as a completion--> deltas of one token deltas
-    --ScoreFormat--> {"object": "list", "data": [{"index": 0, "object": "score", "score": 0.7}, ...]}
+    ScoringBody --parse--> ValidRequest with one prompt per item --as a completion--> deltas of one token
+    deltas --ScoreFormat--> {"object": "list", "data": [{"index": 0, "object": "score", "score": 0.7}, ...]}
 
 `scoring.py` makes the prompts and computes scores.  `NAMES` translates field names in refusals to this format's.
 """

@@ -8,8 +8,9 @@ The tenants file is TOML, with one table per tenant.  It contains SHA-256 digest
     highest_priority = -10          # the lowest number that `priority` of its requests may have; see --highest-priority
     admin = true                    # its keys have the admin scope, for example to watch the engines; default false
     key_sha256 = ["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]
-    requests_per_minute = 600 # quotas, shared by all gateways; an absent quota is unlimited tokens_per_minute = 200000
-    # prompt and output tokens max_requests = 50 # concurrent requests, queued ones included
+    requests_per_minute = 600       # quotas, shared by all gateways; an absent quota is unlimited
+    tokens_per_minute = 200000      # prompt and output tokens
+    max_requests = 50               # concurrent requests, queued ones included
 
     [acme.key_priority]             # highest_priority of single keys, by digest
     9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08 = 5

@@ -78,7 +78,7 @@ class Limit(msgspec.Struct, frozen=True):
 
 
 class Broken(NamedTuple):
-    """A value beyond its limit: the fields of a Refusal."""
+    """The fields of the Refusal for a value beyond its limit."""
 
     status: int
     code: str

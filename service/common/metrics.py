@@ -190,7 +190,7 @@ QUARANTINED = _gauge(
 )
 CLOCK_SKEW = _gauge("quire_clock_skew_seconds", "How far this machine's clock is ahead of Redis' clock, seconds.")
 
-# Engines, from their reports in Redis; the engines' own metrics pages show more
+# Metrics of engines, read from their reports in Redis.  The engines' own metrics pages show more.
 _gauge("quire_engines", "Engines with a live lease.", of_fleet=lambda fleet: len(fleet.engines))
 LEASES_LOST = _counter("quire_engine_leases_lost", "Engines whose lease lapsed while they were not draining.")
 _engine_gauge(

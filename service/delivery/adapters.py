@@ -1,8 +1,8 @@
 """Which LoRA adapters a gateway serves, and to which tenant.
 
     `model` ─┬─ a name of --lora ──────────────────────────────> read at the start
-             ├─ a name in the fleet's list, in Redis ──────────> loaded by POST /v1/load_lora_adapter, at any gateway └─
-             a folder of this name in --lora-dir ───────────> added to the list, so that every gateway lists it
+             ├─ a name in the fleet's list, in Redis ──────────> loaded by POST /v1/load_lora_adapter, at any gateway
+             └─ a folder of this name in --lora-dir ───────────> added to the list, so that every gateway lists it
 
 A request for the base model, or for an adapter of --lora, costs no access to Redis or the file system.  Any other name
 is looked up in Redis at each request, so a load or unload at one gateway takes effect at all gateways at once.

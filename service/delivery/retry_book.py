@@ -2,8 +2,7 @@
 
     refused ──> pause until the queue and all earlier promises have started ──> promise in the book
     retry at that time, with the same prompts ──> joins, and the promise leaves
-    new request ──> counts all promises as if they were queued before it; without a late lane, only promises that are
-    due
+    new request ──> counts all promises as if they were queued before it; without a late lane, only the due promises
 
 Without the book, every refusal in the same moment would state the same pause: the time until the present queue is
 short enough.  All clients would retry at once, and most retries would be refused again.  With the book, each refused

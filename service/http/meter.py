@@ -32,7 +32,7 @@ def _operation(valid: ValidRequest) -> str:
 
 
 def _messages(messages: list[dict[str, Any]]) -> str:
-    """Encode messages in the JSON format of OpenTelemetry's GenAI conventions.  Token-id prompts appear as ids."""
+    """Encode messages in the JSON format of OpenTelemetry's GenAI conventions. A prompt of token ids appears as ids."""
     return msgspec.json.encode(
         [{"role": message["role"], "parts": [{"type": "text", "content": message["content"]}]} for message in messages]
     ).decode()

@@ -2,8 +2,8 @@
 
     GET /              web/index.html
     GET /web/{name}    the files of web/: plain ES modules, styles, the icon
-    GET /docs the same HTML with api_docs/docs.js instead of web/app.js: draws /openapi.json GET /docs/{name} the files
-    of api_docs/, needed by the API reference only
+    GET /docs          the same HTML with api_docs/docs.js instead of web/app.js, which draws /openapi.json
+    GET /docs/{name}   the files of api_docs/, needed by the API reference only
 
 The files are read once, at start.  The pages use relative URLs, so they work under any path prefix.  A browser
 revalidates a file each time, and gets 304 if it has not changed.  The Content-Security-Policy lets the pages load

@@ -111,7 +111,7 @@ class PartWriter:
     # -- calls
 
     def add_calls(self, parts: list[CallPart], tools: Tools) -> None:
-        """Add new parts of calls, and text between calls.  `tools`: those of the request."""
+        """Add new parts of calls, and text between calls.  `tools`: the tools of the request."""
         for name, arguments in parts:
             last = self._new[-1] if self._new else None
             if name is not None:

@@ -13,7 +13,7 @@ class TextStream:
     """The text of one choice, decoded as its tokens arrive.
 
     The concatenated results of `push` and `finish` depend only on the tokens, never on how they were split into deltas:
-    stop strings are searched after each single token.  If several match, the one that begins first wins.
+    stop strings are searched after each single token.  If several stop strings match, the one that begins first counts.
     """
 
     __slots__ = (
