@@ -1,4 +1,4 @@
-"""START HERE: the gateway process.  HTTP in, server-sent events out; asyncio, no torch.
+"""START HERE: the gateway process, which takes HTTP requests and answers with JSON or server-sent events.
 
     connections.py -> middleware.py -> handlers.py -> answers.py (one request, step by step)
                                      or -> status.py (probes, models, metrics)

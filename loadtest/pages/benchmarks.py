@@ -90,7 +90,7 @@ def burst(results: Results) -> Iterator[str]:
     cold, learnt = (results["burst_cpu/burst_unknown"]["figures"][load]["lanes"] for load in ("cold", "warm"))
     yield (
         f"On the EPYC {pct(learnt['on time, due in the burst'])} % are on time with learned lengths and "
-        f"{pct(cold['on time, due in the burst'])} % with none, against {pct(cpu['lanes']['on time, due in the burst'])} % "
+        f"{pct(cold['on time, due in the burst'])} % without any lengths, against {pct(cpu['lanes']['on time, due in the burst'])} % "
         f"with known ones; the longest gaps are {v(learnt['longest gap'], '.1f')} and {v(cold['longest gap'], '.1f')} s."
     )
     both = results["burst/burst"]["figures"]

@@ -157,7 +157,9 @@ class Mailbox:
             self._keep(logged.token_ids, None if logged.logprobs is None else list(logged.logprobs))
 
     def resume(self, logged: LoggedOutput, had: int) -> None:
-        """Begin after the first `had` tokens of the logged output.  Tokens that arrived before are read again."""
+        """Begin after the first `had` tokens of the logged output.
+
+        Tokens that arrived before this call are read again."""
         self.take()
         self.had, self.at, self.next = logged.token_ids[:had], had, max(self.next, had)
         self.cached_tokens, self.prompt_logprobs = logged.cached_tokens, logged.prompt_logprobs

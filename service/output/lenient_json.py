@@ -278,7 +278,7 @@ class JsonReader:
         self._out.append(": " if text[at] == "=" else ":")
         self.pairs += 1
         if len(self._stack) == 1:
-            self._positions.clear()  # as in Python, arguments without a name come first
+            self._positions.clear()  # as in Python, none without a name follows a named argument
         if self.loosens and len(self._stack) > self.watch:
             self.strict = self.loosens = False
         self._state = _State.VALUE

@@ -1,4 +1,6 @@
-"""Options of `quire top`, `quire chat` and `quire bench`.  The only environment variables that set one are API keys."""
+"""Options of `quire top`, `quire chat` and `quire bench`.
+
+Of these, only API keys can be set by environment variables."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     messages --family ids, fit_history--> messages that the template accepts --render--> text, spans of content
 
-Content is replaced by placeholders while the template is rendered, so that no text of a client becomes a special token
-(`literal.py`).
+While the template is rendered, placeholders stand for characters with which a special token could begin, so that no
+text of a client becomes a special token (`literal.py`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ class TokenBudget:
     def __init__(self, valid: ValidRequest | None, longest: int, total: int) -> None:
         """`longest`: the model's context length in tokens.  `total`: maximum tokens of all prompts together."""
         self._longest, self._total, self._left = longest, total, total
-        self._cut = valid is None or valid.truncate_prompt_tokens is not None  # the prompt will be cut, so it may exceed the context
+        self._cut = valid is None or valid.truncate_prompt_tokens is not None  # prompts will be cut to fit
         bounded = valid is not None and not valid.at_most
         self._asked = max(1, valid.max_tokens or 0) if valid and bounded else 1  # tokens needed for the answer
         self._param = "messages" if valid is not None and valid.chat else "prompt"
