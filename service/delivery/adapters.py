@@ -169,8 +169,8 @@ class Adapters:
     ) -> bool:
         """Store an adapter in the fleet's list.
 
-        `replace`: an adapter of this name is replaced.  `replaces`: this adapter is replaced, but no other one that
-        another gateway has stored meanwhile.  Returns False if the name is taken.  Raises Refusal."""
+        `replace`: whether an adapter of this name may be replaced.  `replaces`: only this adapter may be replaced, not
+        one that another gateway has stored meanwhile.  Returns False if the name is taken.  Raises Refusal."""
         value = msgspec.msgpack.encode(adapter)
         expected = None if replaces is None else msgspec.msgpack.encode(replaces)
         try:

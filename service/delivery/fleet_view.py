@@ -58,7 +58,7 @@ class FleetView:
         self._quarantined = fleet.quarantined
 
     def fleet(self) -> Fleet:
-        """Return the engines with a live lease and the queue; `time_ms` is on this process's clock."""
+        """Return the queue, and the engines with a live lease; `time_ms` is on this process's clock."""
         queue = self._queue
         return Fleet(
             [load for _, load in self._loads.values()],

@@ -62,7 +62,7 @@ class ResponseTemplate:
     """A response template, ready to read answers.  Immutable, except for caches."""
 
     def __init__(self, described: dict[str, Any], name: str = "") -> None:
-        """`name`: name for the log.  Raises ValueError for a template that transformers cannot use."""
+        """`name`: the template's name in log lines.  Raises ValueError for a template that transformers cannot use."""
         self.name = name
         template = compiled(described)
         self._start = template.start

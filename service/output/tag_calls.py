@@ -83,7 +83,7 @@ class TagCalls(SteppedCalls):
                 self._marker, self._searched = 0, upto - at
                 return at, Status.MORE
             if match is None or not _is_json(self._value.text + text[at:upto]):
-                self._follows = False  # at most once per call, so that no text is read more than twice
+                self._follows = False  # this happens once per call at most, so no text is read more than twice
                 self._strings, self._marker, self._searched = None, None, 0
                 return self._argument(text, at, end)
         self._searched = 0

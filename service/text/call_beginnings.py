@@ -74,7 +74,7 @@ def _pattern(notation: Notation) -> str | None:
     if named and _open_groups(before) == 0 and any(len(text) >= LEAST for text in beginnings(before)):
         pattern = before + named  # what follows may be special tokens, which no text contains
     elif named and (mark := _FIXED.search(_OPTIONAL.sub("", rest))) is not None:
-        pattern = mark[0]  # every match contains this text, which ordinary text hardly ever does
+        pattern = mark[0]  # every match contains this text, which is rare in ordinary text
     elif named and (mark := _MARK.match(rest)) is not None:  # the rest would slow the grammar down more than it helps
         pattern = before + named + mark[0] + ")" * _open_groups(before)
     pattern = _BEFORE_VALUE.sub("", pattern)
