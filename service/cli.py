@@ -47,7 +47,7 @@ USAGE = """usage: quire serve [MODEL] [options]   Redis, an engine and gateways 
 Each says more with --help."""
 
 PROCESSES = {"gateway": "quire.service.app", "engine": "quire.engine"}  # command -> module
-# command -> module.  They are clients: the packages that only they need are imported when one is started.
+# command -> module.  These commands are clients: packages that only they need are imported when one is started.
 CLIENTS = {name: f"quire.service.terminal.{name}" for name in ("top", "chat", "bench")}
 CONVERTER = "convert-tokenizer"  # command of the module quire.engine.tokenizers.convert
 # Settings that a gateway and its engine must agree on: given once, passed to both.

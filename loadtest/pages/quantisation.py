@@ -109,8 +109,8 @@ def gpu(results: Results) -> Iterator[str]:
     trace = between[1]["figures"]["tokens_per_s"] / between[0]["figures"]["tokens_per_s"]
     first, middle, large = (v(ratio, ".2f") for ratio in ratios)
     yield (
-        f"times as fast as bfloat16: {first} at batch 1, {middle} at 32, {large} at 256 ({v(mixed, '.2f')} with prompts between), "
-        f"and {v(trace, '.2f')} times the tokens/s"
+        f"is {first} times as fast as in bfloat16 at batch 1, {middle} at 32, and {large} at 256 ({v(mixed, '.2f')} with prompts "
+        f"between); it has {v(trace, '.2f')} times the tokens/s"
     )
 
 

@@ -381,7 +381,7 @@ def _overloaded(
 ) -> Refusal:
     """Return the 429 for a request that may join no lane.
 
-    `missing`: as for `_slack`, of the late lane, or of the on-time lane if there is no late lane."""
+    `missing`: see `_slack`; for the late lane, or for the on-time lane if there is no late lane."""
     param: str | None
     wait_s, service = supply.wait_s(missing), cost.min_output_tokens * supply.token_s
     longest_s = max(config.ttft_target_s * ON_TIME_WAIT, min(config.late_wait_s, cost.longest_wait_s))

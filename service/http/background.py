@@ -90,7 +90,7 @@ class Background:
 
         Returns once it is queued and stored.  Raises the errors of `running`, and Refusal if it cannot be stored."""
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # Retrieves the exception, so that asyncio does not log it if the client has left.
+        # The callback retrieves the exception, so that asyncio does not log it if the client has left.
         accepted.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._jobs[job.id] = asyncio.create_task(self._run(job, running, accepted))
         await asyncio.shield(accepted)
