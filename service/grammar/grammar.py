@@ -138,7 +138,7 @@ def _response_format(given: Any) -> Iterator[Constraint]:
     kind, given = given.get("type"), {name: value for name, value in given.items() if value is not None}
     if kind not in ("text", "json_object", "json_schema"):
         raise NotServed("response_format.type", f"must be one of {kinds}", code="unsupported", limit=kinds)
-    if kind != "text" and "schema" in given and "json_schema" not in given:  # llama.cpp and other servers take this form
+    if kind != "text" and "schema" in given and "json_schema" not in given:  # llama.cpp and others take this form
         _only("response_format", given, ("type", *DESCRIBED))
         yield Constraint("response_format.schema", "json", given["schema"])
         return

@@ -2,7 +2,7 @@
 
     GET URL/metrics each second --> readings.py --> tables --> the screen (rich), or plain text once
 
-Keys: n t w r k p sort, the same key again reverses the order, q or Ctrl-C ends the program.
+Keys: n, t, w, r, k and p choose the sort order, and reverse it if pressed again; q and Ctrl-C end the program.
 """
 
 from __future__ import annotations
