@@ -78,7 +78,9 @@ class Submissions:
         for prompt, submission in enumerate(opened.submissions):
             self._submissions[submission.id] = submission
             self._stop_timer(submission)
-            self.reading += not submission.readers
+            if not submission.readers:
+                self.reading += 1
+                submission.running = set(submission.unfinished)  # also if a withdrawal of it was revoked
             submission.readers.append((opened, prompt))
         self._telemetry.set(OPEN_REQUESTS, self.reading)
 

@@ -387,6 +387,33 @@ async def test_a_key_whose_answer_came_to_nothing_is_free(
         assert merged(await events(served.session, "/v1/completions", body, **key))["end 0"] == [("length", None)]
 
 
+async def test_a_client_that_is_back_before_its_withdrawal_reads_on_and_may_leave_again(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    """Redis does not answer when the withdrawal is sent.  The client is back before it is sent again."""
+    served = await serve(resume_s=0.0)
+    withdrawals = served.streams._bus._withdrawals
+    send, key = withdrawals._send, {"Idempotency-Key": "k"}
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 400, "stream": True}
+
+    async def lose(_: object) -> bool:
+        return False
+
+    async with engine(says(byte_level_tokenizer), step_s=paced(0.02)) as fake:
+        await settled(lambda: bool(served.streams.fleet.engines))
+        withdrawals._send = lose
+        await events(served.session, "/v1/completions", body, most=1, **key)
+        await settled(lambda: len(withdrawals) == 1)
+        async with served.session.post("/v1/completions", json=body, headers=key) as response:
+            await response.content.readuntil(b"data: ")
+            assert len(withdrawals) == 0
+            withdrawals._send = send
+            await served.streams.fleet_watch.refresh()
+            assert not fake.aborted
+        await settled(lambda: len(fake.aborted) == 1 and not fake.busy)
+        assert len(fake.seen) == 1
+
+
 @pytest.mark.usefixtures("patient")
 async def test_requests_retried_twice_each_are_computed_once(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
