@@ -36,7 +36,8 @@ reading weights.
 
 A step computes at most the drafts whose time the account covers even if all of them are refused.  Without computed
 drafts no acceptance rate is learnt.  So PROBE_TOKENS drafts are computed (a probe) when the account holds twice their
-time and PROBES of the time since the last probe covers it: probes do not spend what earlier drafts have saved.
+time and PROBES of the time since the last probe covers their expected loss: probes do not spend what earlier drafts
+have saved.
 """
 
 from __future__ import annotations
@@ -207,7 +208,7 @@ class DraftController:
         if self._plain_step_due(seqs):
             return [0] * len(drafts)
         counts, gain = self._best(rates, lengths, seqs, max_tokens)
-        counts = counts if gain else self._probe(lengths, seqs, max_tokens)
+        counts = counts if gain else self._probe(rates, lengths, seqs, max_tokens)
         size = load_class(seqs)
         self._in_a_row[size] = self._in_a_row.get(size, 0) + 1 if any(counts) else 0
         if not any(counts):
@@ -221,7 +222,7 @@ class DraftController:
         if self._plain_step_due(seqs):
             return False
         _, gain = self._best(rates, lengths, seqs, max_tokens, waits=True)
-        return gain or self._probe_size(lengths, seqs, max_tokens) > 0
+        return gain or self._probe_size(rates, lengths, seqs, max_tokens) > 0
 
     def extra_s(self, seqs: int, tokens: int) -> float:
         """Return the estimated seconds that `tokens` drafts add to a step of `seqs` sequences."""
@@ -313,15 +314,15 @@ class DraftController:
             counts[at] -= 1
         return counts, best_tokens > 0
 
-    def _probe(self, lengths: list[int], seqs: int, max_tokens: int) -> list[int]:
+    def _probe(self, rates: list[float], lengths: list[int], seqs: int, max_tokens: int) -> list[int]:
         """Return the draft tokens per sequence of a probe if the credit account covers it, else zeros."""
         counts = [0] * len(lengths)
-        if count := self._probe_size(lengths, seqs, max_tokens):
+        if count := self._probe_size(rates, lengths, seqs, max_tokens):
             counts[lengths.index(max(lengths))] = count
             self._unprobed = 0.0
         return counts
 
-    def _probe_size(self, lengths: list[int], seqs: int, max_tokens: int) -> int:
+    def _probe_size(self, rates: list[float], lengths: list[int], seqs: int, max_tokens: int) -> int:
         """Add the time for a step without drafts to the credit account.  Returns the tokens of a due probe, or 0."""
         alone = self._step_cost.exact_decode_s(seqs)
         free = -seqs % self._tile_tokens  # tokens that fit into the last tile
@@ -337,7 +338,8 @@ class DraftController:
         if extra is not None and extra.doubtful(self._padded(seqs, count), OUTLIER * alone):
             return count
         cost = min(self.extra_s(seqs, count) + self._idle_s, MAX_CREDIT / 2 * alone)
-        return count if 2 * cost <= self._credit(alone) and cost <= self._unprobed * PROBES * alone else 0
+        loss = cost - _accepted(rates[lengths.index(max(lengths))], count) / seqs * alone
+        return count if 2 * cost <= self._credit(alone) and loss <= self._unprobed * PROBES * alone else 0
 
     def _rate(self, seq: Sequence, draft: Draft) -> float:
         """Return the probability that a draft token is accepted if the draft tokens before it are."""
@@ -353,6 +355,12 @@ class DraftController:
         if len(self._tenants) > TENANTS:
             self._tenants.popitem(last=False)
         return rates.setdefault((draft.source, _class(draft)), _Rate())
+
+
+def _accepted(rate: float, tokens: int) -> float:
+    """Return the expected number of accepted tokens of a draft, each accepted with probability `rate` if those before
+    it are.  rate < 1."""
+    return rate * (1 - rate**tokens) / (1 - rate)
 
 
 def _class(draft: Draft) -> int:
