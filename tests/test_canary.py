@@ -136,7 +136,7 @@ def weights(executor: LocalExecutor) -> list[torch.Tensor]:
     """The weights of all linear layers, flat, in the layout in which the model reads them; the LM head is the last."""
     worker = executor._worker
     assert worker is not None
-    packed = [each.packed for each in worker._model.modules() if getattr(each, "packed", None) is not None]
+    packed = [each.packed for each in worker._loaded.module.modules() if getattr(each, "packed", None) is not None]
     assert len(packed) == 9  # four of each layer and the head
     return [each.values.view(-1) for each in packed]
 

@@ -184,7 +184,7 @@ def test_drafts_are_counted_by_source(traced: Traced) -> None:
     assert samples["quire_refused_drafts_total"] >= 0
     load = LoadReport("e0", executor.info).describe(traced.engine.core, 0.0, draining=False, queued=False)
     counts = samples["quire_drafted_tokens_total own"], samples["quire_accepted_drafts_total own"]
-    assert load.drafts == {"own": counts, "tenant": (0, 0), "prediction": (0, 0)}
+    assert load.drafts == {"own": counts, "tenant": (0, 0), "prediction": (0, 0), "head": (0, 0)}
     assert (load.generated_tokens, load.jumped_tokens) == (40, 0)
     drafts.drafter = None
     load = LoadReport("e0", executor.info).describe(traced.engine.core, 0.0, draining=False, queued=False)

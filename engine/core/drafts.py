@@ -30,8 +30,9 @@ from typing import NamedTuple, Protocol
 from quire.engine.core.batch import Batch
 from quire.engine.core.blocks import AccountingError, BlockPool
 from quire.engine.core.layer_groups import LayerGroups
-from quire.engine.core.plan import DRAFT_SOURCES, Draft, Drafter, StepResult
+from quire.engine.core.plan import DRAFT_SOURCES, HEAD, Draft, Drafter, StepResult
 from quire.engine.core.policy.allocation import AllocationPolicy
+from quire.engine.core.policy.guesses import GuessCosts
 from quire.engine.core.report import SchedulerReport
 from quire.engine.core.sequence import Sequence, State
 from quire.engine.wire.messages import Generate, TokenLogprob
@@ -48,6 +49,9 @@ class Policy(Protocol):
 
         The first token of each draft is a guess of the token that the step in flight samples."""
 
+    def expected(self, seq: Sequence, draft: Draft) -> float:
+        """Return the expected number of accepted tokens if a step computes the complete draft."""
+
     def min_match(self, seqs: int) -> int:
         """Return the minimum match length, in tokens, for which drafts may save time in a step of `seqs` sequences."""
 
@@ -63,6 +67,7 @@ class Policy(Protocol):
         """Drop the acceptance rates of a request that has ended."""
 
 
+CERTAIN_MATCH = 24  # match length, in tokens, that stands for a guess of the draft head with probability 1
 PREDICTION = "prediction"  # the entry of DRAFT_SOURCES for drafts from a client's `prediction` field
 
 
@@ -100,11 +105,12 @@ class Drafts:
         allocation: AllocationPolicy,
         report: SchedulerReport,
         policy: Policy,
+        guesses: GuessCosts,
         layers: LayerGroups,
     ) -> None:
         self._pool, self._batch, self._allocation, self._report = pool, batch, allocation, report
         self._layers = layers
-        self.policy = policy
+        self.policy, self.guesses = policy, guesses
         self.drafter: Drafter | None = None  # None: speculative decoding is off
         self.run_ahead = False  # drafting is on, and the executor has a step in flight while the next step is planned
         self.max_drafts = 0  # maximum drafts of a step; 0: limited only by the step's token budget
@@ -112,8 +118,15 @@ class Drafts:
         self._joining: dict[int, Sequence] = {}  # sequences whose first token is still being sampled, by slot
         self._found: list[Draft] = []
         self._in_flight: dict[int, _InFlight] = {}  # drafts of the step in flight, by slot
+        # Of the step whose result arrives: drafts computed, guesses of the model's head among them, and how many of
+        # these were accepted.
+        self._head_drafts = 0, 0, 0
 
     # ------------------------------------------------------------------------------------------------------------ plan
+
+    def guess_in(self, seqs: int) -> bool:
+        """Return whether the checkpoint's draft head should run in a step of `seqs` decoding sequences."""
+        return self.drafter is not None and self.guesses.pay(seqs)
 
     def join(self, seq: Sequence) -> None:
         """Start drafting for a sequence that begins to decode, if its request may draft."""
@@ -214,6 +227,8 @@ class Drafts:
             seen = min(count, seq.known - first)  # drafts after a stop token are not in the answer
             accepted, rejected = seq.predictions or (0, 0)
             seq.predictions = accepted + seen, rejected + entry.computed - seen
+        head, (computed, guessed, right) = entry.draft.source == HEAD, self._head_drafts
+        self._head_drafts = computed + entry.computed, guessed + head * entry.computed, right + head * count
         self.policy.learn(seq, entry.draft, entry.computed, count)
 
     def take(self, result: StepResult, irregular: Iterable[Sequence]) -> None:
@@ -231,7 +246,23 @@ class Drafts:
             slots, tokens = [slot for slot, _ in kept], [token for _, token in kept]
             for slot in apart:
                 self._catch_up(drafter, slot)
-        self._found = drafter.find(slots, tokens, self.policy.min_match(self._batch.decoding))
+        found = drafter.find(slots, tokens, self.policy.min_match(self._batch.decoding))
+        if result.guess_s:
+            self.guesses.record(result.guess_s, len(result.slots), *self._head_drafts)
+        self._head_drafts = 0, 0, 0
+        self._found = self._with_guesses(found, result.guesses) if result.guesses else found
+
+    def _with_guesses(self, found: list[Draft], guesses: dict[int, tuple[int, float]]) -> list[Draft]:
+        """Return a draft per slot: from text, or the guess of the model's head if more of it should be accepted."""
+        drafts = {draft.slot: draft for draft in found}
+        for slot, (token, probability) in guesses.items():
+            if (seq := self._followed.get(slot)) is None:
+                continue
+            guess = Draft(slot, [token], round(CERTAIN_MATCH * probability), HEAD)
+            other = drafts.get(slot)
+            if other is None or self.policy.expected(seq, guess) > self.policy.expected(seq, other):
+                drafts[slot] = guess
+        return list(drafts.values())
 
     def _catch_up(self, drafter: Drafter, slot: int) -> None:
         if (seq := self._joining.pop(slot, None)) is not None:

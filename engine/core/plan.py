@@ -47,7 +47,8 @@ import msgspec
 
 from quire.engine.wire.messages import Sampling, TokenLogprob
 
-DRAFT_SOURCES = ("own", "tenant", "prediction")  # sources of drafts: `Draft.source` is an index
+DRAFT_SOURCES = ("own", "tenant", "prediction", "head")  # sources of drafts: `Draft.source` is an index
+HEAD = DRAFT_SOURCES.index("head")  # the checkpoint's draft head (`StepResult.guesses`)
 
 
 class Draft(NamedTuple):
@@ -143,6 +144,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     look_ahead: bool = True  # search for forced tokens; False: jumps have not saved time recently, so skip the search
     adapters: list[tuple[int, str]] = []  # (adapter slot, adapter): load its LoRA weights into the slot before `starts`
     keep: list[tuple[int, int]] = []  # (slot, checkpoint): copy the slot's recurrent state before anything else
+    guess: bool = True  # let the checkpoint's draft head guess; False: its guesses have not saved time recently
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
@@ -167,6 +169,9 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     # accepted draft.
     accepted: dict[int, int] = {}
     draft_logprobs: dict[int, list[TokenLogprob]] = {}  # log probabilities of the accepted drafts by slot, if requested
+    # By slot: the token after the sampled one as the model's own head guesses it, and its estimated probability.
+    guesses: dict[int, tuple[int, float]] = {}
+    guess_s: float = 0.0  # seconds of `step_s` that the head took
 
 
 class Drafter(Protocol):

@@ -308,6 +308,7 @@ class PlanBuilder:
             look_ahead=look_ahead,
             adapters=self._adapters.take_loads(),
             keep=self.checkpoints.issue(),
+            guess=self._drafts.guess_in(self._decoding + drafting),
         )
 
     # ----------------------------------------------------------------------------------------------- one sequence

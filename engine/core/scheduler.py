@@ -44,6 +44,7 @@ from quire.engine.core.policy.allocation import allocation_policy
 from quire.engine.core.policy.claims import Claims
 from quire.engine.core.policy.drafts import DraftController
 from quire.engine.core.policy.fairness import Fairness
+from quire.engine.core.policy.guesses import GuessCosts
 from quire.engine.core.policy.jumps import JumpCosts
 from quire.engine.core.policy.step_cost import StepCostModel
 from quire.engine.core.preemption import Preemption
@@ -121,7 +122,8 @@ class Scheduler:
 
     def _build_drafts(self, layers: LayerGroups) -> Drafts:
         policy = DraftController(self.step_cost, self.limits.tile_tokens)
-        return Drafts(self.pool, self.batch, self.allocation, self.report, policy, layers)
+        guesses = GuessCosts(self.step_cost, policy.extra_s)
+        return Drafts(self.pool, self.batch, self.allocation, self.report, policy, guesses, layers)
 
     def _build_headroom(self) -> Headroom:
         return Headroom(
@@ -359,15 +361,16 @@ class Scheduler:
 
     def _record_times(self, result: StepResult, issued: IssuedPlan) -> None:
         """Pass a step's measured time to the cost models."""
-        if result.step_s and not issued.swaps:
+        step_s = result.step_s - result.guess_s  # GuessCosts weighs the head's time
+        if step_s > 0 and not issued.swaps:
             if issued.drafting and issued.prompt_tokens == issued.drafting + issued.drafts:
-                idle_s = max(0.0, result.step_s - result.device_s) if self.drafts.run_ahead else 0.0
+                idle_s = max(0.0, step_s - result.device_s) if self.drafts.run_ahead else 0.0
                 seqs, accepted = issued.decoding + issued.drafting, sum(result.accepted.values())
-                self.drafts.policy.record(result.step_s, seqs, issued.drafts, accepted, idle_s)
+                self.drafts.policy.record(step_s, seqs, issued.drafts, accepted, idle_s)
             elif issued.jumps and issued.prompt_tokens == issued.jump_tokens:
-                self.forced.costs.record(result.step_s, issued.decoding + issued.jumps)
+                self.forced.costs.record(step_s, issued.decoding + issued.jumps)
             else:
-                self.step_cost.record_step(result.step_s, issued.decoding, issued.prompt_tokens)
+                self.step_cost.record_step(step_s, issued.decoding, issued.prompt_tokens)
         if result.swap_s:
             self.step_cost.record_swap(result.swapped_bytes, result.swap_s)
 

@@ -35,7 +35,7 @@ from quire.engine.executor.grammar_store import GrammarStore
 from quire.engine.executor.kv_cache import GIB
 from quire.engine.executor.lora.store import AdapterStore
 from quire.engine.executor.models import fused
-from quire.engine.executor.models.hf import LoadedModel, load_model
+from quire.engine.executor.models.hf import LoadedModel, load_model, with_head
 from quire.engine.executor.models.linear import tile_tokens
 from quire.engine.executor.models.sources import builtin
 from quire.engine.executor.models.weights import fingerprint
@@ -104,6 +104,14 @@ def read_model(config: EngineConfig, kind: str, ranks: Ranks = ALONE) -> LoadedM
     )
 
 
+def with_drafting_head(config: EngineConfig, model: LoadedModel, kind: str, dependence: str) -> LoadedModel:
+    """Return a model with its checkpoint's MTP head if drafts use it.  The arguments are those of `why_no_drafts`."""
+    if config.load == "random":
+        return model
+    rollbacks = 1 if model.states else None  # memory for states is divided later; assume that one fits
+    return with_head(model, why_no_drafts(config, kind, rollbacks, dependence))
+
+
 def fingerprint_of(config: EngineConfig, model: LoadedModel) -> str:
     """Return the fingerprint of a loaded model.  Raises OSError if its files are missing."""
     return fingerprint(model.directory, model.dtype, random=config.load == "random", changes=model.changes)
@@ -138,7 +146,7 @@ class LocalExecutor:
         if not (dependence or alone or threads == 1):
             dependence = "in the last bits of activations, by the division among threads; --deterministic prevents it"
         log.info("batch dependence of the logits' last bits: %s", dependence or "none")
-        loaded = time.monotonic()
+        model, loaded = with_drafting_head(config, model, kind, dependence), time.monotonic()
         sizes = {"max_seqs": self.max_seqs, "step_tokens": self.step_tokens}
         self._worker: Worker | None = Worker(config, model, **sizes, ranks=ranks)
         self.max_seqs = self._worker.max_seqs

@@ -32,6 +32,7 @@ from quire.engine.executor.drafts import Verified
 from quire.engine.executor.followers import Follower, advance, forced_tokens
 from quire.engine.executor.grammars import Grammars
 from quire.engine.executor.graphs import graph_sizes, mixed_shapes
+from quire.engine.executor.head_drafts import Guesses, HeadDrafts
 from quire.engine.executor.host_memory import HostMemory
 from quire.engine.executor.kv_cache import KV_DTYPES, Caches, allocate, blocks_that_fit, bytes_per_token, cache_bytes
 from quire.engine.executor.kv_groups import (
@@ -49,7 +50,7 @@ from quire.engine.executor.lora.bank import AdapterBank
 from quire.engine.executor.lora.store import AdapterStore
 from quire.engine.executor.masks import Masks
 from quire.engine.executor.memory_plan import MemoryPlan
-from quire.engine.executor.models.fused import own_columns
+from quire.engine.executor.models.fused import Forward, own_columns
 from quire.engine.executor.models.hf import LoadedModel
 from quire.engine.executor.models.recurrent.states import States, state_bytes
 from quire.engine.executor.ranks.ranks import ALONE, Ranks
@@ -61,6 +62,7 @@ from quire.engine.executor.state_memory import divide_states
 from quire.engine.executor.step_graphs import StepGraphs
 from quire.engine.executor.step_launches import StepLaunches
 from quire.engine.executor.step_output import StepOutput, StepOutputs, Stopwatch
+from quire.engine.executor.step_tensors import StepTensors
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +87,7 @@ class Pending:
     candidates: Candidates | None = None
     look_ahead: bool = True  # StepPlan.look_ahead
     verified: Verified | None = None  # accepted drafts of the step
+    guesses: Guesses | None = None  # next tokens as the MTP head guesses them
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ class Launched:
     sample: Callable[[], Verified | None] | None = None  # launches the sampling; None: no slot samples
     prompt_logprobs: tuple[Logprobs, ...] = ()  # one per scored slice
     candidates: tuple[tuple[int, int], ...] = ()  # (slot, number of candidates) per row after the sampling slots
+    forward: tuple[StepTensors, Forward] | None = None  # for the MTP head; None: a CUDA graph computed the step
 
 
 class Worker:
@@ -114,10 +118,11 @@ class Worker:
         self.device = device = model.module.device
         if model.states:  # sequences with recurrent state are not swapped
             config = msgspec.structs.replace(config, preempt="recompute")
-        self._config, self._loaded, self._model, self._ranks = config, model, model.module, ranks
+        self._config, self._loaded, self._ranks = config, model, ranks
         self._step_tokens = step_tokens
         memory = self._divide_memory()
         self._states, max_seqs = self._new_states(memory, max_seqs)
+        self._head = HeadDrafts(model.head) if model.head is not None else None
         self.max_seqs = max_seqs
         self.grammars: Grammars | None = None
         self._adapters: AdapterBank | None = None
@@ -128,7 +133,7 @@ class Worker:
         if Grammars.supported(model.directory, model.eos_ids):
             sizes = {"vocab_size": vocab_size, "kept_bytes": config.grammar_memory_mib << 20}
             self.grammars = Grammars(model.directory, **sizes, eos_ids=model.eos_ids, mask=masks.host)
-        columns = own_columns(self._model) if ranks.size > 1 else 0
+        columns = own_columns(self._loaded.module) if ranks.size > 1 else 0
         self._vocab_parallel = VocabParallelLogits(ranks, vocab_size, columns) if columns else None
         following = Constraints(masks.host, vocab_size, self.grammars), masks
         self._samplers = SamplerBank(max_seqs=max_seqs, vocab_size=vocab_size, device=device, following=following)
@@ -176,7 +181,7 @@ class Worker:
         config, model = self._config, self._loaded
         return host_memory.divide(
             config,
-            weights=host_memory.weight_bytes(self._model),
+            weights=host_memory.weight_bytes(self._loaded.module),
             block_bytes=bytes_per_token(model.layers, KV_DTYPES.get(config.kv_dtype, model.dtype)) * config.block_size,
             on_gpu=self._gpu,
             ranks=self._ranks.size,
@@ -275,7 +280,7 @@ class Worker:
 
     def _new_launches(self, batch: Batch) -> StepLaunches:
         sampling = self._samplers, self._outputs.device, self._vocab_parallel
-        return StepLaunches(self._model, batch, *sampling, self._loaded.sites)
+        return StepLaunches(self._loaded.module, batch, *sampling, self._loaded.sites)
 
     @property
     def _gpu(self) -> bool:
@@ -330,6 +335,8 @@ class Worker:
         samplers, batch = self._samplers, self._batch
         if self._states is not None:
             plan = self._states.rollback.prepare(plan)
+        if self._head is not None:
+            self._head.begin(plan)
         self._look_ahead = plan.look_ahead
         self._outputs.start()
         for slot in plan.freed_slots:
@@ -397,7 +404,13 @@ class Worker:
             verified = launched.sample()
             if verified is not None and self._states is not None:  # only on a CPU, where reading counts never waits
                 self._states.settle(verified.counts())
-        return self._pending(launched, launched.logits, verified)
+        pending = self._pending(launched, launched.logits, verified)
+        if self._head is None or launched.forward is None:
+            return pending
+        (step, forward), slots = launched.forward, self._batch.decoding_slots
+        accepted = verified.counts() if verified is not None else {}
+        guesses = self._head.run(step, forward.hidden, slots, self._outputs.device.tokens[: len(slots)], accepted)
+        return replace(pending, guesses=guesses)
 
     def collect(self, pending: Pending) -> StepResult:
         """Wait for a launched step.  Steps are collected in the order of their launch."""
@@ -432,6 +445,8 @@ class Worker:
             candidates=candidates,
             forced=forced_tokens(pending.followers) if pending.look_ahead else {},
             accepted=verified.counts() if verified is not None else {},
+            guesses=pending.guesses.tokens if pending.guesses else {},
+            guess_s=pending.guesses.seconds if pending.guesses else 0.0,
             draft_logprobs={slot: before for slot, (before, _) in entries.items()},
         )
 
@@ -445,9 +460,9 @@ class Worker:
             return Launched(number, graphs.logits, self._padded_sampling(count), candidates=candidates)
         step = self._batch.decode_step(size)
         self._batch.gather(step)
-        logits = launches.logits(launches.forward(step), step.logits_at)
+        logits = launches.logits(forward := launches.forward(step), step.logits_at)
         sample = partial(launches.sample, step, logits, general) if count else None
-        return Launched(number, logits, sample, candidates=candidates)
+        return Launched(number, logits, sample, candidates=candidates, forward=(step, forward))
 
     def _mixed(self, number: int, mixed: Mixed) -> Launched:
         """Compute prompt slices together with the slots that decode."""
@@ -462,7 +477,7 @@ class Worker:
         logits = launches.logits(forward, step.logits_at)
         sample = partial(launches.sample, step, logits, self._samplers.general, mixed.drafts) if count else None
         scored = tuple(launches.score(forward, targets) for targets in step.targets)
-        return Launched(number, logits, sample, scored, mixed.candidates)
+        return Launched(number, logits, sample, scored, mixed.candidates, (step, forward))
 
     def _padded_sampling(self, count: int) -> Callable[[], Verified | None] | None:
         """Return the launch that samples for `count` slots from the logits of a graph; None: no slot samples."""

@@ -27,6 +27,9 @@ class AllDrafts:
     def pays(self, drafts: list[tuple[Sequence, Draft]], seqs: int, most: int) -> bool:
         return most > 0
 
+    def expected(self, seq: Sequence, draft: Draft) -> float:
+        return len(draft.tokens)
+
     def min_match(self, seqs: int) -> int:
         return 2
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import Any
 
 from quire.engine.core.beams import BeamSearch
 from quire.engine.core.plan import Sampler, StepPlan, StepResult, WindowGroup
@@ -109,6 +110,7 @@ class OracleExecutor:
         self.kept: dict[int, Sampler] = {}  # samplers of slots that compute drafts in this step
         self.jumps = 0
         self.drafted = 0
+        self.head = False  # a draft head guesses the token after each sampled one
         self.bad: dict[int, int] = {}  # sampling seed -> output position; each step that samples there or later fails
 
     def reset(self) -> None:
@@ -157,9 +159,20 @@ class OracleExecutor:
             for piece in plan.slices
             if piece.targets
         }
+        guesses = self._guesses(samplers, ends) if self.head and plan.guess else {}
+        results: dict[str, Any] = {"forced": forced, "accepted": accepted, "guesses": guesses}
         return StepResult(
-            plan.step, slots, sampled, prompt_logprobs=scored, candidates=found, forced=forced, accepted=accepted
+            plan.step, slots, sampled, prompt_logprobs=scored, candidates=found, **results, guess_s=1e-3 * len(guesses)
         )
+
+    def _guesses(self, samplers: dict[int, Sampler], ends: dict[int, int]) -> dict[int, tuple[int, float]]:
+        """The token after the one just sampled, right in two of three cases, and a probability."""
+        found = {}
+        for slot, sampler in samplers.items():
+            context = [*self.context(slot, ends[slot]), self.decoding[slot][2]]
+            token = next_token(context, sampler.sampling.seed, sampler.sibling)
+            found[slot] = (token + (sum(context) % 3 == 0)) % VOCAB, sum(context) % 5 / 4
+        return found
 
     def _accept(self, plan: StepPlan, samplers: dict[int, Sampler], ends: dict[int, int]) -> dict[int, int]:
         """How many drafts of each slot equal what follows their contexts; sets `ends` behind the last of these."""

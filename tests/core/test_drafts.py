@@ -102,6 +102,30 @@ TestDraftingStateMachine = DraftingStateMachine.TestCase
 TestDraftingStateMachine.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)
 
 
+class HeadMachine(DraftingStateMachine):
+    """The same with a draft head, whose guesses are right or wrong."""
+
+    def equip(self) -> None:
+        super().equip()
+        self.rig.executor.head = True
+
+
+TestHeadMachine = HeadMachine.TestCase
+TestHeadMachine.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)
+
+
+def test_guesses_of_a_draft_head_save_steps_and_change_no_text() -> None:
+    """Rig.run compares every answer with the reference."""
+    plain, guessing = Rig(200, depth=1), Rig(200, depth=1, drafter=GuessingDrafter(lambda *_: []))
+    guessing.executor.head = True
+    for rig in (plain, guessing):
+        rig.add(PROMPT, 61, ignore_eos=True)
+        rig.run()
+    totals = guessing.core.report.totals
+    assert totals.drafted_tokens["head"] == guessing.executor.drafted > totals.accepted_drafts["head"] > 10
+    assert guessing.core.step <= plain.core.step - totals.accepted_drafts["head"] + 2
+
+
 @pytest.mark.parametrize("right", [0, 1, 3, 6])
 @pytest.mark.parametrize("caching", [True, False])
 def test_the_text_is_that_of_plain_decoding_whatever_the_drafts(right: int, caching: bool) -> None:
@@ -115,7 +139,7 @@ def test_the_text_is_that_of_plain_decoding_whatever_the_drafts(right: int, cach
     assert drafting.executor.drafted > 0
     totals = drafting.core.report.totals
     assert totals.generated_tokens == plain.core.report.totals.generated_tokens
-    assert totals.drafted_tokens == {"own": drafting.executor.drafted, "tenant": 0, "prediction": 0}
+    assert totals.drafted_tokens == {"own": drafting.executor.drafted, "tenant": 0, "prediction": 0, "head": 0}
     assert (totals.accepted_drafts["own"] == 0) == (right == 0)
     # A step gives the accepted drafts and one token more; the first token comes from the prompt's step.
     assert drafting.core.step - plain.core.step <= 0 if right == 0 else drafting.core.step <= 60 // (right + 1) + 12

@@ -93,7 +93,7 @@ def test_swapped_decoders_compute_what_the_plain_ones_do(
 
 
 def decoder_of(driver: Driver) -> Decoder:
-    decoder = driver.worker._model.model
+    decoder = driver.worker._loaded.module.model
     assert isinstance(decoder, Decoder)
     return decoder
 

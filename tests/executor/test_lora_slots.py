@@ -63,7 +63,7 @@ def open_llm(directory: Path, **options: Any) -> LLM:
     llm = serve(directory, **options)
     assert isinstance(llm.executor, LocalExecutor)
     assert llm.executor._worker is not None
-    decoder = getattr(llm.executor._worker._model, "model", None)
+    decoder = getattr(llm.executor._worker._loaded.module, "model", None)
     if decoder is not None and hasattr(decoder, "whole"):
         decoder.whole = None  # layer by layer, as on a GPU
     return llm

@@ -218,7 +218,7 @@ def test_scoring_a_long_prompt_takes_the_memory_of_a_short_one(
 ) -> None:
     """Logits of a complete prompt never exist at once: the layers run once, the head runs piece by piece."""
     driver = Driver(checkpoint(family))
-    model = driver.worker._model
+    model = driver.worker._loaded.module
     head = model.model.head if fused.is_fused(model) else model.get_output_embeddings()
     layers = model.model if fused.is_fused(model) else decoder_layers(model)[0]  # a swapped decoder runs all in one
     asked, ran = [], []
@@ -251,7 +251,7 @@ def test_a_model_whose_decoder_hides_is_scored_all_the_same(
     for hide in (False, True):
         driver = Driver(checkpoint("gemma2"))
         if hide:
-            monkeypatch.setattr(type(driver.worker._model), "get_decoder", lambda model: model)
+            monkeypatch.setattr(type(driver.worker._loaded.module), "get_decoder", lambda model: model)
         [slot] = driver.add(prompt, chunk=1000, targets=True)
         found.append([entry.logprob for entry in driver.step().prompt_logprobs[slot]])
     assert found[0] == pytest.approx(found[1], abs=1e-6)

@@ -47,7 +47,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
 from math import inf
 
-from quire.engine.core.plan import Draft
+from quire.engine.core.plan import HEAD, Draft
 from quire.engine.core.policy.step_cost import FRESH, OUTLIER, StepCostModel, load_class
 from quire.engine.core.sequence import Sequence
 from quire.engine.wire.messages import Generate
@@ -164,7 +164,8 @@ class DraftController:
         tried = accepted + (accepted < computed)
         self._request_rate(seq.request.id, draft).add(accepted, tried)
         self._tenant_rate(seq.request.tenant, draft).add(accepted, tried)
-        self._overall[_class(draft)].add(accepted, tried)
+        if draft.source != HEAD:  # it has no match
+            self._overall[_class(draft)].add(accepted, tried)
 
     def record(self, seconds: float, seqs: int, tokens: int, accepted: int, idle_s: float) -> None:
         """Learn from a step without prompts: `seqs` sequences, `tokens` drafts, `accepted` of them accepted.
@@ -223,6 +224,10 @@ class DraftController:
             return False
         _, gain = self._best(rates, lengths, seqs, max_tokens, waits=True)
         return gain or self._probe_size(rates, lengths, seqs, max_tokens) > 0
+
+    def expected(self, seq: Sequence, draft: Draft) -> float:
+        """Return the expected number of accepted tokens if a step computes the complete draft."""
+        return _accepted(self._rate(seq, draft), len(draft.tokens))
 
     def extra_s(self, seqs: int, tokens: int) -> float:
         """Return the estimated seconds that `tokens` drafts add to a step of `seqs` sequences."""

@@ -313,15 +313,20 @@ def fuse(
         model.model, model.lm_head = Decoder(model, max_model_len, linears), nn.Identity()
         report_limited_mixtures(model)
         report_packed_experts(model)
-    head = None if is_fused(model) else model.get_output_embeddings()
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
+    pack_linears(model, linears, None if is_fused(model) else model.get_output_embeddings())
+    widen_sinks(model)
+
+
+def pack_linears(module: nn.Module, linears: Linears, head: nn.Module | None = None) -> None:
+    """Swap the linear layers of a module that are packed on this device.  head: the LM head, which returns float32."""
+    for parent in list(module.modules()):
+        children: list[tuple[str, Any]] = list(parent.named_children())
+        for name, child in children:
             if type(child) in (*LINEAR, Conv1D):
                 packed = linears.alone(weight_of(child), child.bias, child.weight.dtype, float32_out=child is head)
                 linears.adapt(child, packed)
                 if packed is not None:
                     setattr(parent, name, shared_out(packed, child))
-    widen_sinks(model)
 
 
 def report_limited_mixtures(model: PreTrainedModel) -> None:
@@ -409,6 +414,12 @@ class Forward:
             return logits
         logits = self._plain(0 if at is None else at)
         return logits if out is None else out.copy_(logits)
+
+    @property
+    def hidden(self) -> Tensor:
+        """Hidden states [T, hidden] after the last norm, once logits were computed by transformers' own forward."""
+        states: Tensor = self._hidden.last_hidden_state[0]
+        return states
 
     def _plain(self, keep: int | Tensor) -> Tensor:
         """Return logits by transformers' own forward, which also applies scales and soft caps after the LM head.

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -33,6 +33,7 @@ from quire.engine.executor.models.end_tokens import eos_ids
 from quire.engine.executor.models.experts import report_plain_experts, use_own_experts
 from quire.engine.executor.models.fused import ON_A_GPU, batch_dependence, fuse, is_fused
 from quire.engine.executor.models.host_memory import returned_when_freed
+from quire.engine.executor.models.mtp import MtpHead, find_mtp
 from quire.engine.executor.models.precision import check_dtype
 from quire.engine.executor.models.probe import Proof, probe, prove_served
 from quire.engine.executor.models.quantised.kv_scales import read_kv_scales
@@ -80,6 +81,7 @@ class LoadedModel:
     states: list[StateShape]  # recurrent state of layers that have it; none: all layers are attention
     sites: Sites | None = None  # GEMMs to which LoRA adapters may add; None: no adapter is served
     windows: Sequence[int] = ()  # attention window of each layer in tokens; 0: all.  Empty: not known
+    head: MtpHead | None = None  # MTP head that drafts; its layer is the last of `layers`
 
     @property
     def near_ties(self) -> bool:
@@ -167,6 +169,16 @@ def load_model(
         kv_scales=None if random else read_kv_scales(directory, text.model_type, proved.layers, ranks, names),
         **proved._asdict(),
     )
+
+
+def with_head(model: LoadedModel, why: str) -> LoadedModel:
+    """Return a model with its checkpoint's MTP head, if there is one that can be computed (`mtp.py`).
+
+    why: a reason against all drafts, or empty."""
+    if (head := find_mtp(model.directory, model.module, why)) is None:
+        return model
+    scales = None if model.kv_scales is None else [*model.kv_scales, None]
+    return replace(model, head=head, layers=[*model.layers, head.kv_shape], kv_scales=scales)
 
 
 def placed(module: PreTrainedModel, kind: str, device: torch.device) -> PreTrainedModel:

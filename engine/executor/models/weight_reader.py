@@ -172,9 +172,12 @@ def check_report(directory: Path, config: PretrainedConfig, report: dict[str, An
     text = config.get_text_config()
     first = text.num_hidden_layers
     further = range(first, first + (getattr(text, "num_nextn_predict_layers", None) or 0))
-    if unused := sorted(name for name in report["unexpected_keys"] if not drafts(name, further)):
+    heads = {name for name in report["unexpected_keys"] if drafts(name, further)}
+    if unused := sorted(report["unexpected_keys"] - heads):
         reason = "which the model of this config does not use"
         raise UnsupportedModel(f"{config.model_type}: the weight files hold {some(unused)}, {reason}")
+    if heads:
+        log.info("draft heads of this family are not used: %s", some(sorted(heads)))
 
 
 def drafts(name: str, further: range) -> bool:
