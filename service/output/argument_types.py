@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from quire.service.output.json_repair import WHOLE_CHARS, Repair, repaired, valid
@@ -41,20 +41,28 @@ def _outline(schema: Any, root: dict[str, Any], left: list[int]) -> dict[str, An
     """Return the types of a schema and of its subschemas, of at most `left[0]` schemas in total."""
     left[0] -= 1
     found: dict[str, Any] = {"type": types_of(schema, root)}
-    for _ in range(SCHEMAS):
-        if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
-            break
-        schema = _referenced(schema["$ref"], root)
-    if not isinstance(schema, dict):
-        return found
-    if isinstance(properties := schema.get("properties"), dict):
-        found["properties"] = {}
-        for name, one in properties.items():
-            if left[0] > 0:
-                found["properties"][name] = _outline(one, root, left)
-    if isinstance(schema.get("items"), dict) and left[0] > 0:
-        found["items"] = _outline(schema["items"], root, left)
+    for one in _branches(schema, root):
+        if isinstance(properties := one.get("properties"), dict) and "properties" not in found:
+            found["properties"] = {}
+            for name, inner in properties.items():
+                if left[0] > 0:
+                    found["properties"][name] = _outline(inner, root, left)
+        if isinstance(one.get("items"), dict) and "items" not in found and left[0] > 0:
+            found["items"] = _outline(one["items"], root, left)
     return found
+
+
+def _branches(schema: Any, root: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a schema, and those that its references and unions name, at most `SCHEMAS`."""
+    waiting = [schema]
+    for _ in range(SCHEMAS):
+        one = waiting.pop(0) if waiting else None
+        if isinstance(one, dict):
+            yield one
+            if isinstance(one.get("$ref"), str):
+                waiting.append(_referenced(one["$ref"], root))
+            for union in ("anyOf", "oneOf", "allOf"):
+                waiting += _list(one.get(union))
 
 
 def types_of(schema: Any, root: dict[str, Any]) -> list[str]:

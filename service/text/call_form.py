@@ -30,7 +30,6 @@ KEYS = ("quireprobekeya", "quireprobekeyb", "quireprobekeyc", "quireprobekeyd")
 CALL_ID = "quire0Aa9"  # nine letters and digits, since some templates accept no other length
 INDEX = "70415"  # placeholder for the index of a call in the answer, in ids that contain it
 NO_FORM = "the model's chat template does not show how calls are written"
-NESTED = "the model writes calls with tags within tags, which no grammar here follows"
 
 Arguments = dict[str, Any]
 ONE: Arguments = {KEYS[0]: "quireprobevaluea"}
@@ -52,6 +51,7 @@ TOOL: dict[str, Any] = {
     },
 }
 JSON_ARGUMENTS = re.compile(rf'\{{\s*"{KEYS[0]}"\s*:\s*"{ONE[KEYS[0]]}"\s*\}}')
+AGAIN = "\ue001"  # stands for the key in the text after a value, if a closing tag repeats it
 CDATA = "<![CDATA["  # opening mark that the parser removes from a value, with its closing mark
 
 
@@ -71,6 +71,8 @@ class TagForm(msgspec.Struct, frozen=True):
     named: bool  # the texts around a value show whether it is a string
     quoted: bool  # strings are written as JSON, too
     spaces: bool  # the parser keeps white space at both ends of a string
+    # Objects and lists are tags within tags: the text before each tag, also a closing one.  None: they are JSON.
+    nested: str | None = None
 
 
 class CallForm(msgspec.Struct, frozen=True):
@@ -99,8 +101,6 @@ def form_of(
 
     render  renders messages and tools; may raise any error
     ends    special tokens that end a call: all special tokens that are no markers of the response template"""
-    if responses.nests:
-        return None
     shown = _Shown(render, dialect, template, responses, ends)
     for example in ("", responses.example):
         shown.example = example
@@ -110,11 +110,6 @@ def form_of(
         if not responses.example:
             break
     return None
-
-
-def why_no_form(responses: ResponseTemplate | None) -> str:
-    """Return the reason why a call cannot be forced with this model."""
-    return NESTED if responses is not None and responses.nests else NO_FORM
 
 
 def _holds_marks(form: CallForm) -> bool:
@@ -243,7 +238,7 @@ def _tag_form(shown: _Shown) -> CallForm | None:
     second = two[two.find(NAME) + len(NAME) :]
     last, following = tail, None
     if alone[3] and (at := second.find(NAME)) >= 0:
-        shared = first + KEYS[0] + around_text[0] + ONE[KEYS[0]] + texts
+        shared = first + KEYS[0] + around_text[0] + ONE[KEYS[0]] + texts.replace(AGAIN, KEYS[0])
         if second.startswith(shared) and second[at + len(NAME) :].startswith(shared):
             following = second[len(shared) : at]
             last = _shared(following, tail)
@@ -271,7 +266,10 @@ def _parts(written: str, arguments: Arguments) -> list[str] | None:
             return None
         found.append(written[at:place])
         at = place + len(mark)
-    return [*found, written[at:]]
+    found.append(written[at:])
+    for number, key in enumerate(arguments):
+        found[2 * number + 3] = found[2 * number + 3].replace(key, AGAIN)
+    return found
 
 
 def _shared(one: str, other: str) -> str:
@@ -311,7 +309,8 @@ def _tagged(
             closing = closing[close.start() :]
         if rest.startswith(opened) and closing.endswith(tail):
             body = opened, closing[: len(closing) - len(tail)]
-    tags = TagForm(text, value, first, between, last, empty, body, barred, text != value, quoted, True)
+    nested = _nested(notation, value[1])
+    tags = TagForm(text, value, first, between, last, empty, body, barred, text != value, quoted, True, nested)
     form = _form(shown.responses, head, "", tail, following, tags)
     if body is not None and not _reads(shown.responses, form, [{}], body=True):
         tags = msgspec.structs.replace(tags, body=None)
@@ -332,11 +331,19 @@ def _notation(responses: ResponseTemplate, head: str, first: str) -> tuple[Notat
     return None, ""
 
 
+def _nested(notation: Notation, closing: str) -> str | None:
+    """Return the field `nested` of a form.  `closing`: closing tag, and the beginning of the next tag."""
+    tag = notation.tag.match(closing) if notation.tag is not None else None
+    return closing[tag.end() :] if tag is not None and closing.startswith(closing[tag.end() :]) else None
+
+
 def _barred(notation: Notation, closing: str) -> tuple[str, ...]:
     """Return the texts that would end a string value, so that it must not contain them; "" if not all are known."""
     patterns = [pattern for pattern in notation.argument if pattern]
     if patterns and notation.close is not None:
         patterns.append(notation.close.pattern.pattern)
+    if notation.tag is not None:
+        return tuple(text for text in beginnings(notation.tag.pattern) if text and closing.startswith(text)) or ("",)
     found = [text for pattern in patterns for text in beginnings(pattern)]
     return tuple(dict.fromkeys([*found, CDATA] if patterns else [closing.strip()]))
 
@@ -354,7 +361,7 @@ def written_call(form: CallForm, arguments: Arguments, *, body: bool = False) ->
     each = []
     for key, value in arguments.items():
         before, after = tags.text if isinstance(value, str) else tags.value
-        each.append(f"{key}{before}{value}{after}")
+        each.append(f"{key}{before}{value}{after.replace(AGAIN, key)}")
     begin = tags.first + tags.between.join(each) if each else tags.empty or ""
     return f"{NAME}{begin}{tags.last}"
 

@@ -2,7 +2,8 @@
 
     CallForm, tools, other parts of the answer --lark--> a Lark grammar, in which @tool0 ... are the tools' schemas
 
-`call_form.py` finds the notation of a model's calls.  `tag_grammar.py` makes rules for arguments written one by one.
+`call_form.py` finds the notation of a model's calls.  `tag_arguments.py` and `tag_grammar.py` make rules
+for arguments written one by one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from quire.service.grammar.grammar import ANY_OBJECT, SPACES, CallRules, Constra
 from quire.service.text.call_form import CallForm
 from quire.service.text.free_text import FreeText
 from quire.service.text.lark_text import LarkText
-from quire.service.text.tag_grammar import Argument, Named, Parts, ToolRules, arguments_of
+from quire.service.text.tag_arguments import Argument, arguments_of
+from quire.service.text.tag_grammar import Named, Parts, ToolRules
 from quire.service.text.thinking_budget import quoted as quoted_marker
 from quire.service.text.thinking_budget import thought_rules
 

@@ -20,7 +20,7 @@ from quire.service.chat_templates.literal import LiteralContent, Span
 from quire.service.chat_templates.template_probe import Dialect, names_in, probe
 from quire.service.common.refusal import Refusal, unsupported
 from quire.service.output.regions import ResponseTemplate, find
-from quire.service.text.call_form import CallForm, form_of, why_no_form
+from quire.service.text.call_form import NO_FORM, CallForm, form_of
 from quire.service.text.family_ids import with_family_ids
 from quire.service.text.template_variables import variables_of
 
@@ -128,9 +128,9 @@ class ChatTemplate:
         if options.tools and (self.responses is None or not self.responses.has_calls):
             raise unsupported("tools", "no response template is known for this model, so its calls cannot be read")
         if options.demanded and self.call_form is None:
-            raise unsupported("tool_choice", f"{why_no_form(self.responses)}, so only 'none' and 'auto' are served")
+            raise unsupported("tool_choice", f"{NO_FORM}, so only 'none' and 'auto' are served")
         if options.strict and not options.demanded and (self.call_form is None or not self.call_form.begin.marker):
-            reason = f"{why_no_form(self.responses)}, so arguments are not held to their schema"
+            reason = f"{NO_FORM}, so arguments are not held to their schema"
             raise unsupported(options.strict, reason)
         if options.documents and "documents" not in names_in(self.text):
             raise unsupported("documents", "the model's chat template does not read them")

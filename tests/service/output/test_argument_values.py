@@ -13,7 +13,7 @@ from quire.service.output.argument_types import reduced
 from quire.service.output.calls import calls_of
 from quire.service.output.notations import Notation
 from quire.service.output.regions import Reading
-from quire.service.text.call_form import CallForm
+from quire.service.text.call_form import AGAIN, CallForm
 from tests.service.text.call_notations import NOTATIONS, notation, written
 
 KINDS = {"a": "integer", "b": "number", "c": "object", "d": "string"}
@@ -63,7 +63,7 @@ def answer(form: CallForm, pairs: list[tuple[str, str]]) -> str:
     for key, value in pairs:
         is_text = value.startswith('"')
         before, after = tags.text if is_text else tags.value
-        each.append(f"{key}{before}{json.loads(value) if is_text else value}{after}")
+        each.append(f"{key}{before}{json.loads(value) if is_text else value}{after.replace(AGAIN, key)}")
     return f"{form.head}f{tags.first}{tags.between.join(each)}{tags.last}{form.tail}"
 
 

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire.service.api.api import parse_chat
-from quire.service.common.refusal import Refusal
-from quire.service.config import GatewayConfig
 from quire.service.output.argument_types import reduced
 from quire.service.output.nested_calls import DEEPEST
 from quire.service.output.regions import CallDelta, Reading, ResponseTemplate, TextDelta, known
-from quire.service.text.tokenizer import Tokenizer
-from tests.service.fakes import TOOLS_TEMPLATE, byte_level, with_template
 
 NS = "]<]minimax[>["
 SCHEMA: dict[str, Any] = {
@@ -32,6 +26,7 @@ SCHEMA: dict[str, Any] = {
         "item": {"type": "object", "properties": {"item": {"type": "boolean"}}},
         "maybe": {"type": ["integer", "null"]},
         "more": {"type": "object"},
+        "other": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/place"}]},
     },
 }
 READING = Reading(
@@ -73,6 +68,10 @@ ARGUMENTS: dict[str, tuple[str, Any]] = {
     "references": (
         tag("place", "\n" + tag("zip", "0123") + "\n" + tag("at", tag("item", "1.5") + tag("item", "2"))),
         {"place": {"zip": "0123", "at": [1.5, 2]}},
+    ),
+    "an object that may be null": (
+        tag("other", tag("zip", "0123") + tag("at", tag("item", "2"))),
+        {"other": {"zip": "0123", "at": [2]}},
     ),
     "an object whose key is item": (tag("item", tag("item", "true")), {"item": {"item": True}}),
     "what no schema says": (
@@ -117,16 +116,3 @@ def test_what_is_no_call_is_content(inner: str) -> None:
 
 def test_a_marker_is_no_content() -> None:
     assert read(f'ok<tool_call>\n{NS}<invoke name="f">{NS}</invoke>\n{NS}</tool_call>', 3) == ("ok", [("f", "{}")])
-
-
-@pytest.mark.parametrize("demanded", [{"tool_choice": "required"}, {"strict": True}])
-async def test_a_demanded_call_is_refused_by_its_reason(tmp_path: Path, demanded: dict[str, Any]) -> None:
-    described = known().response_templates["minimax-m3"]
-    tokenizer = Tokenizer(str(with_template(byte_level(tmp_path / "m"), TOOLS_TEMPLATE, response_template=described)))
-    function = {"name": "f", "parameters": SCHEMA, **{key: demanded[key] for key in demanded if key == "strict"}}
-    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [{"type": "function", "function": function}]}
-    body |= {key: demanded[key] for key in demanded if key == "tool_choice"}
-    valid = parse_chat(json.dumps(body).encode(), GatewayConfig(), "m", 9.0)
-    with pytest.raises(Refusal, match="tags within tags") as refused:
-        await tokenizer.encode(valid)
-    assert refused.value.param in ("tool_choice", "tools[0].function.strict")

@@ -36,6 +36,7 @@ FUNCTION = (
     + "\n</parameter>\n{% endfor %}</function>\n</tool_call>"
 )
 LIST = '{"name": "{{ c.name }}", "arguments": {{ c.arguments | tojson }}}'
+NS = "]<]minimax[>["  # before each tag of MiniMax M3
 GEMMA_VALUE = '{% if v is string %}<|"|>{{ v }}<|"|>{% else %}{{ v | tojson }}{% endif %}'
 
 NOTATIONS: dict[str, str] = {
@@ -137,6 +138,15 @@ NOTATIONS: dict[str, str] = {
     )
     + "<|close|>tools<|sep|>",
     "minimax-m1": "<tool_calls>\n" + _each(LIST + "\n") + "</tool_calls>",
+    "minimax-m3": f"{NS}<tool_call>\n"
+    + _each(
+        f'{NS}<invoke name="{{{{ c.name }}}}">'
+        + ITEMS
+        + f"{NS}<{{{{ k }}}}>"
+        + ANY
+        + f"{NS}</{{{{ k }}}}>{{% endfor %}}{NS}</invoke>\n"
+    )
+    + f"{NS}</tool_call>",
     "gigachat": "{% set c = m.tool_calls[0].function %}<|function_call|>" + LIST,
     "functionary-v3.1": _each("<function={{ c.name }}>{{ c.arguments | tojson }}</function>"),
     "functionary-v3.2": _each(">>>{{ c.name }}\n{{ c.arguments | tojson }}"),

@@ -23,9 +23,9 @@ from quire.service.grammar.grammar_errors import NotServed
 from quire.service.output.argument_types import reduced
 from quire.service.output.marker_beginnings import beginnings
 from quire.service.output.regions import Reading, ResponseTemplate, known
-from quire.service.text.call_form import CallForm
+from quire.service.text.call_form import AGAIN, CallForm
 from quire.service.text.call_grammar import Reasoning, call_rules
-from tests.service.text.call_notations import NOTATIONS, accepts, notation, read
+from tests.service.text.call_notations import NOTATIONS, NS, accepts, notation, read
 
 NUMBERS: dict[str, Any] = {"minimum": 0, "maximum": 99}
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -67,7 +67,7 @@ TOOLS: list[dict[str, Any]] = [
     for name, schema in SCHEMAS.items()
 ]
 TOOLS.append({"type": "function", "function": {"name": "time"}})
-READ = reduced(TOOLS)
+READ = reduced(TOOLS, nested=True)
 READING = Reading("", calls=True, tools=READ)
 
 
@@ -126,6 +126,9 @@ def words_of(name: str) -> list[str]:
     ]
     if tags is not None:
         texts += [*tags.text, *tags.value, tags.last, tags.between, *tags.barred, tags.text[1] + tags.last]
+        texts = [
+            text.replace(AGAIN, key) for text in texts for key in (("text", "some", "item") if AGAIN in text else ("",))
+        ]
     patterns = [notation.open.pattern.pattern for notation in responses.notations]
     return [text for text in [*texts, *(one for pattern in patterns for one in beginnings(pattern))] if text]
 
@@ -138,7 +141,7 @@ def fits(called: str, arguments: Any) -> None:
 def test_every_family_of_the_table_is_here() -> None:
     described = known().response_templates
     calling = {name for name, one in described.items() if "tool_calls" in one["fields"]}
-    assert calling == {*NOTATIONS, "minimax-m3"}  # its tags nest, so its calls are not demanded: test_nested_calls.py
+    assert calling == {*NOTATIONS}
 
 
 def test_arguments_that_a_notation_cannot_say_are_refused_by_their_path() -> None:
@@ -178,7 +181,7 @@ def said(name: str, called: str, **arguments: str) -> str:
         schema = SCHEMAS[called]["properties"][key]
         is_text = schema.get("type") == "string" or not value[:1].isdigit()
         before, after = tags.text if is_text else tags.value
-        each.append(f"{key}{before}{value}{after}")
+        each.append(f"{key}{before}{value}{after.replace(AGAIN, key)}")
     begin = tags.first + tags.between.join(each) if each else tags.empty
     return f"{form.head}{called}{begin}{tags.last}{form.tail}"
 
@@ -335,7 +338,7 @@ def test_special_tokens_of_a_notation_are_named_by_their_ids() -> None:
         assert "<[" not in rules.plain
 
 
-@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize("name", [name for name in TAGGED if form_of(name)[0].tags.nested is None])  # type: ignore[union-attr]
 def test_markers_within_json_between_tags_are_text(name: str) -> None:
     """Grammars allow any text in the strings and keys of an object."""
     form, responses = form_of(name)
@@ -405,6 +408,14 @@ MARKED: dict[str, tuple[list[str], list[str], list[str]]] = {
             '<|open|>call tool="now" index="1"<|sep|>',
             "<|open|>tools<|sep|>text",
         ],
+    ),
+    "minimax-m3": (
+        [NS],
+        [
+            f'I look.{NS}<tool_call>\n{NS}<invoke name="weather">{NS}<city>Rome{NS}</city>'
+            f"{NS}</invoke>\n{NS}</tool_call>"
+        ],
+        [f'{NS}<tool_call>\n{NS}<invoke name="rain">', f'{NS}<invoke name="now">{NS}</invoke>', f"{NS}x"],
     ),
     "muse": (
         ["<|start|>", "<|message|>", "<|eom|>", "<|eot|>"],

@@ -64,19 +64,13 @@ TEXTS = (
 ODD = ("\x00", "\x7f", "\u2028", "\r\n", "\ufffd", "\ud83d", "{{ x }}", "<|im_end|>", "\u200b")  # in prose and JSON
 PROSE = ("word", "I look", "So", "Done", "é🙂", "it's", 'a "b"', "1 < 2", "x > y", "{x", "a[0]", "`b`")
 WORD = re.compile(r"word\d+x\d+")
-NESTED = (
-    "]<]minimax[>[<tool_call>\n{% for one in m.tool_calls %}{% set c = one.function %}"
-    ']<]minimax[>[<invoke name="{{ c.name }}">{% for k, v in c.arguments.items() %}'
-    "]<]minimax[>[<{{ k }}>{{ v if v is string else v | tojson }}]<]minimax[>[</{{ k }}>{% endfor %}"
-    "]<]minimax[>[</invoke>\n{% endfor %}]<]minimax[>[</tool_call>"
-)
 ONE_CALL = {name for name, text in NOTATIONS.items() if "m.tool_calls[0]" in text}
 PYTHON = (
     "<|tool_call_start|>[{% for one in m.tool_calls %}{% set c = one.function %}{% if not loop.first %}, {% endif %}"
     "{{ c.name }}({% for k, v in c.arguments.items() %}{% if not loop.first %}, {% endif %}"
     "{{ k }}={{ v | tojson }}{% endfor %}){% endfor %}]<|tool_call_end|>"
 )
-WRITTEN = {**NOTATIONS, "lfm2": PYTHON, "minimax-m3": NESTED}
+WRITTEN = {**NOTATIONS, "lfm2": PYTHON}
 EACH = "{% for one in m.tool_calls %}{% set c = one.function %}"
 NEXT = "{% if not loop.last %}{{ mark }}{% endif %}"
 # Notations of several families, by their name in `response_templates.json`, after the opening marker of the family.
