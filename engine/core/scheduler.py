@@ -228,11 +228,14 @@ class Scheduler:
         flight.
 
         Also returns None while the scheduler needs the result of the step in flight first: that step verifies drafts,
-        or the next step should verify drafts that follow the tokens which that step samples."""
+        or the next step should verify drafts that follow the tokens which that step samples, or only groups step.
+        The groups in that step then join the others; otherwise two halves would take turns, each in its own steps."""
         for request_id in self.requests.expired(now_ms):
             self._end_request(request_id, "deadline")
         builder, batch = self.builder, self.batch
         if batch.verifying or self.drafts.wait_for_tokens(self.limits.step_tokens - batch.decoding):
+            return None
+        if batch.steps_in_flight and not batch.decoding and self.groups.in_step():
             return None
         builder.begin_plan(self.limits)
         builder.attend_decoding()

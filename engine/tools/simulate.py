@@ -59,7 +59,7 @@ class Report(msgspec.Struct, frozen=True):
     peaks_passed: float  # fraction of predicted peak bounds that the actual usage exceeded
 
 
-class _Script(ScriptedExecutor):
+class Script(ScriptedExecutor):
     """An executor that ends each output at the job's output_len; the sampling seed is the job's number."""
 
     def __init__(self, jobs: Sequence[Job], blocks: int) -> None:
@@ -125,21 +125,15 @@ def simulate(
     Copies to the `host_blocks` of host memory and back take no time.  Raises ValueError for a job that cannot run."""
     pool = BlockPool(blocks, block_size, caching=caching)
     core = Scheduler(pool, limits, HostPool(host_blocks), StepCostModel(swap_bytes_per_s))
-    run = _Run(sorted(jobs, key=lambda job: job.at_s + job.claimed_s), core, blocks)
-    while run.coming or not core.idle:
-        run.accept()
-        run.submit(step_time or StepTime())
-        if run.in_flight and (run.planned is None or len(run.in_flight) == depth):
-            run.collect()
-        run.deliver()
-    return run.report()
+    run = Simulation(sorted(jobs, key=lambda job: job.at_s + job.claimed_s), core, blocks)
+    return run.to_the_end(step_time or StepTime(), depth)
 
 
-class _Run:
-    """One simulation."""
+class Simulation:
+    """One run of jobs, in the order in which the engine gets them, through a scheduler."""
 
     def __init__(self, jobs: Sequence[Job], core: Scheduler, blocks: int) -> None:
-        self.jobs, self.core, self.executor = jobs, core, _Script(jobs, blocks)
+        self.jobs, self.core, self.executor = jobs, core, Script(jobs, blocks)
         self.coming = deque(enumerate(jobs))
         self.leaving: list[tuple[float, int]] = []  # heap of (time when the client cancels, number of its job)
         self.in_flight: deque[tuple[float, float]] = deque()  # per step: (time of its end, its seconds)
@@ -153,13 +147,27 @@ class _Run:
         self.itl: list[float] = []
         self.good = 0.0
 
+    def to_the_end(self, step_time: StepTime, depth: int) -> Report:
+        """Run steps until all jobs have ended, `depth` of them in flight."""
+        while self.coming or not self.core.idle:
+            self.accept()
+            self.submit(step_time)
+            if self.in_flight and (self.planned is None or len(self.in_flight) == depth):
+                self.collect()
+            self.deliver()
+        return self.report()
+
+    def request(self, number: int, job: Job) -> Generate:
+        """Return the request of a job."""
+        return _request(number, job)
+
     def accept(self) -> None:
         """Accept the jobs that have arrived, and cancel the jobs whose clients leave."""
         if self.core.idle:
             self.now = max(self.now, self.coming[0][1].at_s + self.coming[0][1].claimed_s)
         while self.coming and self.coming[0][1].at_s + self.coming[0][1].claimed_s <= self.now:
             number, job = self.coming.popleft()
-            self.core.accept(_request(number, job))
+            self.core.accept(self.request(number, job))
             if job.leaves_s:
                 heapq.heappush(self.leaving, (job.at_s + job.leaves_s, number))
         while self.leaving and self.leaving[0][0] <= self.now:

@@ -11,7 +11,8 @@ give a request of n samples its memory:
     paged     n sequences that share nothing
     shared    n samples that share the blocks of their prompt
 
-The table has the requests per second of each, over those of `static`, and of `shared` over `paged`.
+The table has the requests per second of each, over those of `static`, and of `shared` over `paged`.  For beam searches
+`shared` are beams whose forks are drawn at random (`virtual_beams.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from quire.engine.tools.step_time import StepTime
 from quire.engine.tools.trace import Job
 from quire.loadtest import machine
 from quire.loadtest.studies import baselines  # noqa: F401  (registers the admission mode "static")
+from quire.loadtest.studies.virtual_beams import simulate_beams
 
 # Seconds of a step of the 8B shape: loadtest/results/throughput_h200.json; prompt tokens as at its 550 TFLOP/s.
 STEP = StepTime(fixed=0.00404, row=0.0000219, prompt_token=0.00003)
@@ -41,6 +43,8 @@ LENGTHS: dict[str, tuple[int, int, int]] = {
     "beyond 8k": (10_000, 500, 1024),
 }
 WAYS = (1, 2, 4, 6)
+BEAMS = (2, 4, 6)
+BEAM_LENGTHS = ("ShareGPT", "4k", "beyond 8k")  # where drawn forks share as much as a model's
 BLOCK_SIZES = (8, 16, 32, 64)
 
 
@@ -66,13 +70,23 @@ def requests_per_s(jobs: list[Job], requests: int, mode: str, kv_tokens: int, bl
     return requests / report.seconds
 
 
-def compare(lengths: tuple[int, int, int], n: int, requests: int, kv_tokens: int, block_size: int) -> dict[str, float]:
+def beams_per_s(jobs: list[Job], requests: int, kv_tokens: int, block_size: int) -> float:
+    sizes = {"max_seqs": MAX_SEQS, "step_tokens": STEP_TOKENS}
+    report, _ = simulate_beams(jobs, kv_tokens // block_size, block_size, STEP, **sizes)
+    return requests / report.seconds
+
+
+def compare(
+    lengths: tuple[int, int, int], n: int, requests: int, kv_tokens: int, block_size: int, *, beams: bool = False
+) -> dict[str, float]:
     """Return requests per second of each allocation, and their ratios."""
     jobs = jobs_of(lengths, requests, n)
     speeds = {
         "static": requests_per_s(apart(jobs), requests, "static", kv_tokens, block_size),
         "paged": requests_per_s(apart(jobs), requests, "forecast", kv_tokens, block_size),
-        "shared": requests_per_s(jobs, requests, "forecast", kv_tokens, block_size),
+        "shared": beams_per_s(jobs, requests, kv_tokens, block_size)
+        if beams
+        else requests_per_s(jobs, requests, "forecast", kv_tokens, block_size),
     }
     ratios = {
         "paged over static": speeds["paged"] / speeds["static"],
@@ -90,14 +104,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace, command: str) -> int:
     table: dict[str, Any] = {}
-    cases = [(name, n, 16) for name in LENGTHS for n in WAYS]
-    cases += [("ShareGPT", 4, size) for size in BLOCK_SIZES if size != 16]
-    print(f"{'lengths':12}{'n':>3}{'block':>7}{'static':>9}{'paged':>9}{'shared':>9}{'p/s':>7}{'sh/s':>7}{'sh/p':>7}")
-    for name, n, size in cases:
-        found = compare(LENGTHS[name], n, args.requests, args.kv_tokens, size)
-        table[f"{name}, n {n}, blocks of {size}"] = found
+    cases = [(name, "n", n, 16) for name in LENGTHS for n in WAYS]
+    cases += [("ShareGPT", "n", 4, size) for size in BLOCK_SIZES if size != 16]
+    cases += [(name, "beams", n, 16) for name in BEAM_LENGTHS for n in BEAMS]
+    print(f"{'lengths':12}{'n':>8}{'block':>7}{'static':>9}{'paged':>9}{'shared':>9}{'p/s':>7}{'sh/s':>7}{'sh/p':>7}")
+    for name, kind, n, size in cases:
+        found = compare(LENGTHS[name], n, args.requests, args.kv_tokens, size, beams=kind == "beams")
+        table[f"{name}, {kind} {n}, blocks of {size}"] = found
         cells = "".join(f"{value:>{9 if at < 3 else 7}.2f}" for at, value in enumerate(found.values()))
-        print(f"{name:12}{n:>3}{size:>7}{cells}", flush=True)
+        print(f"{name:12}{kind:>5}{n:>3}{size:>7}{cells}", flush=True)
     path = machine.write(args.name, command, table)
     print(f"written to {path.relative_to(machine.ROOT)}")
     return 0

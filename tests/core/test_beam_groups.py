@@ -93,6 +93,17 @@ def test_a_step_with_no_result_leaves_the_group_out_and_others_run_on() -> None:
     assert len(rig.answers["r1", 0]) == 9
 
 
+def test_groups_that_start_in_different_steps_step_together() -> None:
+    """They would take turns otherwise, with two steps in flight, and every step would have half of the beams."""
+    rig = Rig(depth=2, max_seqs=16)
+    rig.add(PROMPT, 20, n=2, beams=Beams(4), ignore_eos=True)
+    rig.submit()  # the prompt is in flight
+    rig.add([PROMPT[0] + 1] * 6, 20, n=2, beams=Beams(4), ignore_eos=True)
+    rig.run()
+    assert len(rig.finishes) == 4
+    assert sum(bool(plan.slices) for plan in rig.plans) <= 20 + 3
+
+
 def test_cancel_and_deadline_free_everything_before_the_next_plan() -> None:
     rig = Rig(blocks=40, caching=False)
     cancelled = rig.add(PROMPT, 12, n=2, beams=Beams(3), ignore_eos=True)
