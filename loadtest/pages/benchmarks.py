@@ -17,6 +17,7 @@ def lines(results: Results) -> Iterator[str]:
     yield from gateway(results)
     yield from burst(results)
     yield from virtual_burst(results)
+    yield from virtual_retries(results)
     yield from virtual_fairness(results)
     yield from users(results)
     yield from memory(results)
@@ -115,6 +116,19 @@ def virtual_burst(results: Results) -> Iterator[str]:
             ", ".join(f"{v(run['seconds'], '.0f')} s" for run in (known, learned)),
         ]
         yield f"| {mode} | {' | '.join(cells)} |"
+
+
+def virtual_retries(results: Results) -> Iterator[str]:
+    figures = results["virtual_retries"]["figures"]
+    for lengths in ("known", "learned"):
+        for wait_s in ("0", "10", "20"):
+            found = figures[f"{lengths}, late wait {wait_s} s"]
+            seeds = [found[f"seed {seed}"] for seed in (1, 2, 3)]
+            refused = ", ".join(v(one["refused"]) for one in seeds)
+            admitted, errors = (", ".join(pct(one[key]) for one in seeds) for key in ("first_retry", "error_p50"))
+            yield f"| {lengths}, {wait_s} | {refused} | {admitted} % | {errors} % |"
+    waits = [figures["learned, late wait 10 s"][f"seed {seed}"]["wait_after_retry_s"]["max"] for seed in (1, 2, 3)]
+    yield f"still waited for up to {v(max(waits), '.1f')} s"
 
 
 def virtual_fairness(results: Results) -> Iterator[str]:
