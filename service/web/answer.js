@@ -11,14 +11,14 @@ import { ApiError, begin, cancel, resume } from "./api.js";
 import { events } from "./sse.js";
 
 const QUIET_MS = 1000; // minimum silence in ms that counts as a pause
-const QUIET_GAPS = 8; // for a slow model: minimum pause, as a multiple of the usual gap between tokens
+const QUIET_GAPS = 8; // slow model: minimum pause, in usual gaps between tokens
 const GIVE_UP_MS = 60_000; // ms; the server stores an ended answer for a minute
 const RETRY_MS = [100, 300, 1000, 2000];
 
 export function newAnswer(body) {
 	return {
 		body,
-		key: crypto.getRandomValues(new Uint32Array(4)).join("-"), // not randomUUID, which exists on https and localhost only
+		key: crypto.getRandomValues(new Uint32Array(4)).join("-"), // randomUUID exists on https and localhost only
 		requestId: null,
 		last: null, // id of the last event
 		state: "waiting",
@@ -53,7 +53,7 @@ function quietMs(answer) {
 
 /** Reads the answer to its end, or until `abort`. Calls `changed` after each change. */
 export async function follow(answer, changed, abort) {
-	let why = answer.last ? "page reloaded" : null; // why the next pause happens
+	let why = answer.last ? "page reloaded" : null;
 	let lostAt = 0;
 	let tries = 0;
 	const clock = setInterval(() => {
@@ -70,7 +70,7 @@ export async function follow(answer, changed, abort) {
 					lostAt = tries = 0;
 					take(answer, event, why);
 					if (event.data !== undefined) why = null;
-					if (answer.state === "stopped") stop(answer, abort); // the user stopped it before its id was known
+					if (answer.state === "stopped") stop(answer, abort); // stopped before its id was known
 					changed();
 					if (!isRunning(answer)) return;
 				}
@@ -91,7 +91,7 @@ export async function follow(answer, changed, abort) {
 	}
 }
 
-/** Cancels an answer, also in the server: by its id, or if it does not stream and has none, by closing the connection. */
+/** Cancels an answer, also in the server: by its id or, if it has none, by closing the connection. */
 export function stop(answer, abort) {
 	answer.state = "stopped";
 	if (answer.requestId || !answer.body.stream) abort.abort();
@@ -149,7 +149,7 @@ function takeChoices(answer, { id, choices, usage }) {
 	answer.heard = now;
 }
 
-/** Records a pause when the next event arrives, if the time since the last event was long enough. */
+/** Records a pause if the last event is long enough ago. */
 function markPause(answer, now, why) {
 	const ms = now - answer.heard;
 	if (!why && ms <= quietMs(answer)) return;
@@ -158,7 +158,7 @@ function markPause(answer, now, why) {
 	}
 }
 
-/** Adds new content of a choice: an event's `delta`, or the complete `message` of a non-streaming answer. */
+/** Adds content of a choice: an event's `delta`, or the `message` of a non-streaming answer. */
 function takeDelta(answer, into, { message, delta = message, logprobs, finish_reason: finish, score }, now) {
 	into.text += delta.content ?? "";
 	into.reasoning += delta.reasoning_content ?? "";

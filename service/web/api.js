@@ -2,8 +2,8 @@
 
 import { html, nothing } from "./vendor/lit-html-3.3.3.js";
 
-const KEY = "quire.key"; // name of the entry with the API key in sessionStorage, which no other tab can read
-const BASE = new URL(".", document.baseURI); // the page may be served under a path prefix
+const KEY = "quire.key"; // the API key's name in sessionStorage, which no other tab can read
+const BASE = new URL(".", document.baseURI); // with the path prefix, if any
 
 /** The server refused the request, or did not answer (status 0). `retryAfterS` may be missing. */
 export class ApiError extends Error {
@@ -57,5 +57,5 @@ export function resume(last, signal) {
 }
 
 export function cancel(requestId) {
-	return call(`v1/streams/${requestId}`, { method: "DELETE", keepalive: true }).catch(() => {}); // the answer may have ended already
+	return call(`v1/streams/${requestId}`, { method: "DELETE", keepalive: true }).catch(() => {}); // it may have ended
 }

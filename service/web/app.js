@@ -26,7 +26,7 @@ const state = {
 state.chat = state.chats.find((chat) => chat.id === stored.open) ?? state.chats[0];
 const running = new Map(); // answer -> AbortController
 
-// -- drawing: at most once per frame; if the page is scrolled to its end, it stays at its end
+// -- drawing: at most once per frame; a page scrolled to its end stays there
 
 let frame = 0; // id of the animation frame
 let atEnd = true;
@@ -73,7 +73,7 @@ const act = {
 
 function ready() {
 	if (!fault()) return true;
-	show("Settings", true); // this panel shows what is wrong in "Other fields"
+	show("Settings", true);
 	return false;
 }
 
@@ -191,7 +191,7 @@ const page = () => html`
 
 function takeKey(event) {
 	setApiKey(event.target.elements.key.value.trim());
-	show(state.panel, true); // opens the stream of the engine panel again if the server had refused it
+	show(state.panel, true); // a refused stream is retried
 	loadModels();
 }
 

@@ -3,13 +3,13 @@
 import { inLine, percent } from "./tokens.js";
 import { html, nothing } from "./vendor/lit-html-3.3.3.js";
 
-/** Returns the tokens of an answer. The end token, which is not in the text, is left out. */
+/** Returns the tokens of an answer without its end token, which is not in the text. */
 function tokensOf({ logprobs, text, finish }) {
 	const ended = finish === "stop" && !text.endsWith(logprobs.at(-1)?.token ?? "");
 	return ended ? logprobs.slice(0, -1) : logprobs;
 }
 
-/** Draws the tree. `end(choice, at)` returns what to show after the last token of an answer. */
+/** Draws the tree. `end(choice, at)` returns what follows the last token of an answer. */
 export function beamTree(choices, end) {
 	const beams = choices.map((choice, at) => ({ end: end(choice, at), tokens: tokensOf(choice) }));
 	return html`<ul class="beams" aria-label="Beams">${branch(beams, 0)}</ul>`;
@@ -17,7 +17,7 @@ export function beamTree(choices, end) {
 
 const leaf = ({ end }) => html`<li>${end}</li>`;
 
-/** Draws beams that are equal up to the token `from`: the next tokens that they share, then a branch for each token that follows. */
+/** Draws beams that are equal up to the token `from`: their common next tokens, then a branch per different token. */
 function branch(beams, from) {
 	const [{ tokens }] = beams;
 	const shared = (at) => beams.every((beam) => beam.tokens[at]?.token === tokens[at].token);

@@ -29,7 +29,7 @@ export function chatView(chat, act) {
 	</div>`;
 }
 
-/** Draws a node in an element of its own, so that the focus and open details stay with their node when the branch changes. */
+/** Draws each node in its own element: focus and open details stay with it when the branch changes. */
 function inPlace(node, drawing) {
 	render(drawing, elementOf(node));
 	return elementOf(node);

@@ -61,7 +61,7 @@ export function restore() {
 		const { ids, open } = JSON.parse(sessionStorage.getItem(LIST)) ?? { ids: [], open: null };
 		return { chats: ids.map((id) => JSON.parse(sessionStorage.getItem(CHAT + id))).filter(Boolean), open };
 	} catch {
-		return { chats: [], open: null }; // another version of this page wrote them
+		return { chats: [], open: null }; // another version's
 	}
 }
 
@@ -83,7 +83,7 @@ export function flush() {
 
 export const saveList = (chats, open) => write(LIST, { ids: chats.map(({ id }) => id), open });
 
-/** If storage is full, token probabilities are omitted; if that is not enough, the old entry stays. */
+/** If storage is full, token probabilities are left out; if that is not enough, the old entry stays. */
 function write(name, value) {
 	for (const replacer of [null, (key, part) => (key === "logprobs" ? [] : part)]) {
 		try {

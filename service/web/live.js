@@ -8,12 +8,12 @@ import { events } from "./sse.js";
 
 export const KINDS = ["free", "cached", "owned", "shared"];
 const KEEP_S = 300; // seconds of tokens/s that are kept
-const COUNTS = ["tokens", "jumped", "drafted", "accepted", "refused"]; // tokens that each engine has counted since its start
+const COUNTS = ["tokens", "jumped", "drafted", "accepted", "refused"]; // token counters of an engine since its start
 const AGAIN_MS = 2000;
 
 export const sum = (items, of) => items.reduce((all, item) => all + of(item), 0);
 
-/** `history`: [unix s, sums of COUNTS] once per second. `error`: an ApiError that the panel shows instead of the state. */
+/** `history`: [unix s, sums of COUNTS] per second. `error`: an ApiError, shown instead. */
 export const live = { engines: new Map(), lanes: {}, history: [], error: null };
 
 let abort = null;
@@ -40,13 +40,13 @@ async function follow(signal, changed) {
 			if (signal.aborted) return;
 			live.error = error;
 			changed();
-			if (error.status >= 400 && error.status < 429) return; // no retry until the user enters another key
+			if (error.status >= 400 && error.status < 429) return; // no retry until another key is entered
 		}
 		await new Promise((done) => setTimeout(done, AGAIN_MS));
 	}
 }
 
-/** Applies an event: a `full` one replaces the state; any other changes only the fields that it has. */
+/** Applies an event. A `full` one replaces the state, others change only the fields that they have. */
 export function apply({ t, engines = [], lanes, full }) {
 	if (full) live.engines.clear();
 	for (const { cells, changed = [], seqs = [], gone = [], ...fields } of engines) {
@@ -60,7 +60,7 @@ export function apply({ t, engines = [], lanes, full }) {
 		for (const patch of changed) fill(engine, ...patch);
 		for (const name of gone) engine.seqs.delete(name);
 		for (const [name, ...rest] of seqs) {
-			const [keep, runs] = full ? [0, ...rest] : rest; // number of known runs to keep
+			const [keep, runs] = full ? [0, ...rest] : rest; // known runs to keep
 			engine.seqs.set(name, [...(engine.seqs.get(name) ?? []).slice(0, keep), ...runs]);
 		}
 		live.engines.set(engine.engine, engine);

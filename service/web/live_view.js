@@ -10,7 +10,7 @@ const LISTED = 12; // maximum sequences listed
 
 let wanted = false;
 let redraw = () => {};
-let panel = null; // the last drawing of the panel; null: it must be drawn again
+let panel = null; // last drawing of the panel; null: outdated
 let pointed = null; // {engine, cell} or {engine, name} under the pointer
 const canvases = new Map(); // name of an engine, or "rate" -> canvas
 
@@ -40,7 +40,7 @@ function drawPanel() {
 	const now = sum(recent, ([, rate]) => rate) / (recent.length || 1);
 	const count = (name) => sum(engines, (engine) => engine[name] ?? 0);
 	const { tokens, jumped, drafted, accepted, refused } = drafting();
-	const steps = tokens - jumped - accepted; // jumped tokens and accepted drafts took no step of their own
+	const steps = tokens - jumped - accepted; // jumped tokens and accepted drafts take no step
 	const tile = (label, value) => html`<div class="tile"><dt>${label}</dt><dd>${value}</dd></div>`;
 	return html`
 		<h2>Load</h2>
@@ -124,14 +124,14 @@ function prepare(map, name) {
 	});
 }
 
-/** Sizes a canvas. Returns its context, and a function to read the theme's colours. */
+/** Sizes a canvas. Returns its context and a function that reads the theme's colours. */
 function open(element, width, height) {
 	Object.assign(element, { width: width * devicePixelRatio, height: height * devicePixelRatio });
 	Object.assign(element.style, { width: `${width}px`, height: `${height}px` });
 	const context = element.getContext("2d");
 	context.scale(devicePixelRatio, devicePixelRatio);
 	const color = (name) => {
-		element.style.color = `var(${name})`; // the browser resolves it for the theme
+		element.style.color = `var(${name})`; // resolved for the theme
 		return getComputedStyle(element).color;
 	};
 	return [context, color];
@@ -142,7 +142,7 @@ const widthOf = (element) => element.parentElement?.clientWidth || 300;
 /** Draws the blocks of an engine, in cells as large as the panel allows: 3 to 14 pixels. */
 function drawMap(map, engine) {
 	const { kinds, refs, per_cell: perCell } = engine;
-	const width = map.isConnected ? widthOf(map) - 32 : 300; // 32: the panel's padding
+	const width = map.isConnected ? widthOf(map) - 32 : 300;
 	const size = Math.max(3, Math.min(14, Math.floor(Math.sqrt((width * MAP_HEIGHT) / kinds.length))));
 	const columns = Math.max(1, Math.floor(width / size));
 	map.grid = { size, columns };

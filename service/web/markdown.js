@@ -24,8 +24,7 @@ DOMPurify.addHook("afterSanitizeAttributes", (node) => {
 const ESCAPES = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;" };
 const escape = (text) => text.replace(/[&<>"']/g, (found) => ESCAPES[found]);
 
-// In text that is being converted, these stand for a pause or a piece of code: its number between two characters that
-// no text contains.
+// While text is converted, a pause or code is its number between two characters that no text contains.
 const PAUSE = /\uE000(\d+)\uE001/g;
 const ASIDE = /\uE002(\d+)\uE003/g;
 const clean = (text) => text.replace(/[\uE000-\uE003]/g, "\uFFFD");
@@ -55,7 +54,7 @@ export function showMarkdown(container, text, pauses = []) {
 		if (before[at] === block) return;
 		const node = document.createElement("div");
 		let html = toHtml(block);
-		for (const sign of block.match(PAUSE) ?? []) if (!html.includes(sign)) html += sign; // the pause was in a line that is not shown
+		for (const sign of block.match(PAUSE) ?? []) if (!html.includes(sign)) html += sign; // the pause's line is hidden
 		html = html.replace(PAUSE, (_, number) => showPause(pauses[number]));
 		node.append(DOMPurify.sanitize(html, ALLOWED));
 		if (at < container.childElementCount) container.children[at].replaceWith(node);
@@ -94,7 +93,7 @@ function toHtml(block) {
 		const [line, next] = lines;
 		let taken = 1;
 		const take = (pattern) => {
-			taken = lines.findIndex((one) => !pattern.test(one)) >>> 0; // -1 becomes 2**32 - 1: all lines
+			taken = lines.findIndex((one) => !pattern.test(one)) >>> 0; // -1 becomes 2**32 - 1
 			return lines.slice(0, taken);
 		};
 		const heading = /^(#{1,6})\s+(.*)$/.exec(line);
@@ -151,7 +150,7 @@ function table([head, , ...rest]) {
 
 const link = (label, url) => `<a href="${url.replace(PAUSE, "")}">${label}</a>`;
 
-/** Converts emphasis, code and links of a line. Code and links are set aside first, since they contain no emphasis. */
+/** Converts emphasis, code and links of a line. Code and links go first: they contain no emphasis. */
 function inline(line) {
 	const parts = [];
 	const aside = (html) => `\uE002${parts.push(html) - 1}\uE003`;

@@ -19,11 +19,11 @@ const NUMBERS = {
 	beam_width: 1,
 };
 const label = (name) => (name === "n" ? "Answers" : name[0].toUpperCase() + name.slice(1).replace("_", " "));
-const ALTERNATIVES = 5; // alternatives requested for each token, for the token view
+const ALTERNATIVES = 5; // alternatives per token
 
 export const settings = { system: "", stop: "", extra: "", logprobs: false, ...JSON.parse(sessionStorage.getItem(STORED) ?? "{}") };
 
-/** Returns the body of a chat request. Throws SyntaxError if the text of "Other fields" is no JSON object. */
+/** Returns the body of a chat request. Throws SyntaxError if "Other fields" is no JSON object. */
 export function requestBody(model, messages, { logprobs = settings.logprobs } = {}) {
 	const body = { model, messages };
 	for (const name in NUMBERS) if (settings[name]) body[name] = Number(settings[name]);

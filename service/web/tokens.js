@@ -1,8 +1,8 @@
-/** The token view: each token is coloured by its surprise, and one token's alternatives are listed. */
+/** The token view: tokens coloured by surprise, and one token's alternatives. */
 
 import { html } from "./vendor/lit-html-3.3.3.js";
 
-const BITS = 6; // number of colours: one per bit of surprise, the last one for all greater values
+const BITS = 6; // colours: one per bit, the last for all greater values
 
 /** Surprise in bits, rounded down: 0 for a probability over 1/2, 1 for over 1/4. */
 const bits = (logprob) => Math.min(BITS - 1, Math.floor(-logprob / Math.LN2));
