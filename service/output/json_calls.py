@@ -19,9 +19,11 @@ from quire.service.output.calls import (
     string_of,
 )
 from quire.service.output.lenient_json import Event, JsonReader
-from quire.service.output.notations import OTHER_ARGUMENTS, OTHER_NAMES
+from quire.service.output.notations import CALLS, OTHER_ARGUMENTS, OTHER_NAMES
 
 _BEFORE_KEY = " \t\r\n{,;"  # characters that may stand before a key of an object
+_OBJECT = re.compile(r'"(?:\s|\\n)*\{')  # beginning of a string with an object in it
+_IN_STRING = re.compile(r'"|\\.|\\\Z', re.DOTALL)
 _NOTHING = re.compile(r"\s*(\{\s*\}|\[\s*\]|null|\"\s*\")?\s*")  # empty arguments
 
 
@@ -32,7 +34,7 @@ class JsonCalls:
         self.parts: list[CallPart] = []
         self.committed = False
         self._context, self._notation = context, context.notation
-        self._value: _JsonCall | _JsonList | None = None  # the value that is being read
+        self._value: _JsonCall | _JsonList | _JsonText | None = None  # the value that is being read
         self._fence = False  # the reader is within the word after the backticks of a code fence
         self._first = True  # no value was begun
         self._waiting: list[CallPart] = []  # parts of complete calls, until a closing marker or the end confirms them
@@ -71,6 +73,11 @@ class JsonCalls:
         again = not self._first and not named and (self._context.parallel or self._notation.bare == "closed")
         if text[at] in "{[" and (self._first or again):
             return self._begin(text, at)
+        if named and self._first and text[at] == '"':
+            if not end and not text[at + 1 :].strip():
+                return at, Status.MORE
+            if _OBJECT.match(text, at):
+                return self._begin(text, at)
         if self._first or self._notation.bare == "closed":
             return at, Status.BROKEN
         return at, Status.DONE
@@ -79,7 +86,8 @@ class JsonCalls:
         first, self._first = self._first, False
         named = bool(self._context.name) and not self._notation.inner
         whole = (text[at] == "[" and not named) or self._notation.keyed
-        self._value = _JsonList(self._context) if whole else _JsonCall(self._context)
+        kind = _JsonText if text[at] == '"' else _JsonList if whole else _JsonCall
+        self._value = kind(self._context)
         if first or self._notation.bare == "closed":
             return at, None
         self.committed = False
@@ -141,7 +149,7 @@ class _JsonCall:
     def __init__(self, context: Context) -> None:
         self.parts: list[CallPart] = []
         self.committed = False
-        self._notation, self._tools = context.notation, context.tools
+        self._notation, self._tools, self._parallel = context.notation, context.tools, context.parallel
         self._named = bool(context.name) and not context.notation.inner
         self._json = JsonReader(context.notation.dialect, context.ends, watch=0 if self._named else 1)
         self._name = context.name
@@ -155,6 +163,7 @@ class _JsonCall:
         self._pairs = self._words = 0  # number of colons before the arguments, and of bare values before the name
         self._extra = False  # the object has keys that do not belong to a call
         self._member: list[str] = []  # text since the last value, unless a member of the call is open
+        self._calls: list[CallPart] = []  # calls of the member `tool_calls`
         self._keyed: tuple[str, str] | None = None  # member whose key is the name of a function, and its JSON
         self._beside: list[str] = []  # members that do not belong to a call, as the model wrote them
 
@@ -206,8 +215,12 @@ class _JsonCall:
             self._collect(self._json.take())
         if self.committed:
             return True
-        if event is not Event.END and not self._complete:
+        if event is not Event.END and not self._complete and not self._calls:
             return False
+        if self._calls and not self._extra:
+            self.parts += self._calls if self._parallel else self._calls[:1]
+            self.committed = True
+            return True
         if not self._name:
             return self._commit_keyed()
         arguments = arguments_of("".join(self._arguments))
@@ -234,6 +247,8 @@ class _JsonCall:
         self._collected = []
         if key == "function" and self._json.watch == 1 and not self._name:
             self._slot, self._json.watch, self._words = "function", 2, self._json.words
+        elif key == CALLS and not self._extra and not self._name and not self._arguments:
+            self._slot = "calls"
         elif key in self._notation.names and not self._name:
             self._slot, self._words = "name", self._json.words
         elif key in self._notation.arguments and not self.committed and not self._filled:
@@ -249,7 +264,7 @@ class _JsonCall:
     def _collect(self, piece: str) -> None:
         if not piece:
             return
-        if self._slot in ("name", "function", "keyed"):
+        if self._slot in ("name", "function", "keyed", "calls"):
             self._collected.append(piece)
         elif self._slot == "arguments" and not self._complete:
             if self.committed:
@@ -281,12 +296,9 @@ class _JsonCall:
             self._beside.append(member)
         if self._json.depth == 1:
             self._json.watch = 1
-        if slot == "keyed":
-            if self._keyed is None:
-                self._keyed = (self._json.key, "".join(self._collected))
-            else:
-                self._keep_beside("".join(self._collected))
-        elif slot == "arguments" and self._json.key in OTHER_ARGUMENTS and not arguments_of("".join(self._arguments)):
+        if slot in ("calls", "keyed"):
+            return self._end_key(slot, "".join(self._collected))
+        if slot == "arguments" and self._json.key in OTHER_ARGUMENTS and not arguments_of("".join(self._arguments)):
             self._keep_beside("".join(self._arguments))
             self._arguments = []
         elif slot == "arguments":
@@ -305,6 +317,18 @@ class _JsonCall:
                 return False
         return True
 
+    def _end_key(self, slot: str, text: str) -> bool:
+        """End the member `tool_calls`, or one whose key is the name of a function; see `_end_slot`."""
+        if slot == "keyed" and self._keyed is None:
+            self._keyed = (self._json.key, text)
+            return True
+        calls = calls_of(text, self._notation) if slot == "calls" and text.lstrip().startswith("[") else None
+        if calls and not (self._tools and any((name or "") not in self._tools for name, _ in calls)):
+            self._calls = calls
+            return True
+        self._keep_beside(text)
+        return not self._notation.bare
+
     def _keep_beside(self, value: str) -> None:
         """Keep the member that was just read, since it turned out not to belong to the call."""
         self._extra = True
@@ -313,6 +337,41 @@ class _JsonCall:
 
 def _member(key: str, value: str) -> str:
     return f"{json.dumps(key, ensure_ascii=False)}: {value.strip()}"
+
+
+class _JsonText:
+    """Reads arguments that are a string with a JSON object in it, after a marker with the name."""
+
+    def __init__(self, context: Context) -> None:
+        self.parts: list[CallPart] = []
+        self.committed = False
+        self.is_closing = False
+        self._context = context
+        self._text: list[str] = []
+
+    def read(self, text: str, at: int, end: End) -> tuple[int, Event]:
+        """Continue to read, up to the quote that ends the string."""
+        begin, at = at, at if self._text else at + 1
+        event = Event.MORE
+        while event is Event.MORE and (found := _IN_STRING.search(text, at)) is not None:
+            if found[0] == "\\":  # the character that it escapes has not arrived yet
+                at = found.start()
+                break
+            at, event = found.end(), Event.END if found[0] == '"' else event
+        else:
+            at = len(text) if event is Event.MORE else at
+        self._text.append(text[begin:at])
+        return at, event
+
+    def end(self, event: Event, end: End) -> bool:
+        """End the string.  Returns whether it contains an object."""
+        name = self._context.name
+        arguments = arguments_of("".join(self._text)) if event is Event.END else None
+        if not arguments or (self._context.notation.bare and name not in self._context.tools):
+            return False
+        self.parts.append((name, arguments))
+        self.committed = True
+        return True
 
 
 class _JsonList:

@@ -46,8 +46,9 @@ _VALUE = "(?P<value>.*?)"
 SHOWN = "(?P<shown>"
 NAMES, ARGUMENTS = ("name",), ("arguments", "parameters")
 # Keys that some models write instead of NAMES and ARGUMENTS. They count only if their value is a name or an object.
-OTHER_NAMES = ("tool_name", "function_name", "tool")
-OTHER_ARGUMENTS = ("args", "input", "params", "tool_input", "kwargs")
+OTHER_NAMES = ("tool_name", "function_name", "tool", "action")
+OTHER_ARGUMENTS = ("args", "input", "params", "tool_input", "action_input", "kwargs")
+CALLS = "tool_calls"  # key of a list of calls in an object that holds nothing else
 
 
 class Anchor(msgspec.Struct, frozen=True, eq=False):
