@@ -25,8 +25,9 @@ begin 16 steps apart; it runs to its end.
 
 Prints one line of JSON: by text and streams the median of tokens/s with drafts over without, `spread`: the maximum over
 the minimum time of the runs without drafts, tokens/s without drafts, tokens per step of a stream, the share of computed
-drafts that were accepted, the mean ms of a step with drafts and of one without, and the ms that the device waited for a
-step with drafts.  With --name they are written to loadtest/results/NAME.json as well, after each text.
+drafts that were accepted, the mean ms of a step with drafts and of one without, the ms that the device waited for a
+step with drafts, and `flips`: tokens that drafts changed.  With --name they are written to loadtest/results/NAME.json
+as well, after each text.
 """
 
 from __future__ import annotations
@@ -38,8 +39,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
-from collections.abc import Sequence as Tokens
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -61,6 +61,9 @@ from quire.loadtest.studies.timing import prefill
 
 HOT = 1e6  # a temperature at which all tokens are equally probable
 LENGTH = 24  # maximum tokens of a draft, as for the real drafter
+# Maximum share of tokens that drafts change.  On a GPU logits depend on the batch, and at this temperature about one in
+# a million tokens is a near-tie.
+MAX_FLIPS = 1e-4
 WAVE = 16  # steps between two waves of the ramp
 SPARE = 3  # maximum length of an answer as a multiple of `--new`, so that no stream ends during the measurement
 FIRST_TRACES = 5  # traces between the first streams of two rounds
@@ -175,7 +178,7 @@ class ScriptedDrafter:
         self._real.close()
 
 
-def key_of(prompt_tokens: Tokens[int]) -> tuple[int, ...]:
+def key_of(prompt_tokens: Sequence[int]) -> tuple[int, ...]:
     return tuple(prompt_tokens[:8])
 
 
@@ -234,6 +237,19 @@ def run(
     return Run(seconds, tokens, steps, after[0] - before[0], after[1] - before[1], answers)
 
 
+def flipped(runs: Sequence[Run], answers: dict[tuple[int, ...], list[int]]) -> tuple[int, int]:
+    """Return how many tokens of the runs are not those of `answers`, and how many there are.
+
+    The tokens depend on seed and position only, so that another token does not change those after it."""
+    pairs = [
+        (token, other)
+        for each in runs
+        for key, answer in each.answers.items()
+        for token, other in zip(answer, answers[key], strict=False)
+    ]
+    return sum(token != other for token, other in pairs), len(pairs)
+
+
 def compare(
     llm: LLM, drafter: ScriptedDrafter, text: Scripts, waves: list[int], new: int, rounds: int, length: int
 ) -> dict[str, float]:
@@ -246,8 +262,9 @@ def compare(
         drafter.follow(text, first.answers, at)
         for drafts in (at % 2 == 0, at % 2 == 1):
             (drafted if drafts else plain).append(run(llm, prompts, new, waves, drafter if drafts else None))
-    if any(answer != first.answers[key][: len(answer)] for each in drafted for key, answer in each.answers.items()):
-        raise ConfigError("drafts changed a text")
+    flips, sampled = flipped(drafted, first.answers)
+    if flips > MAX_FLIPS * sampled:
+        raise ConfigError(f"drafts changed {flips} of {sampled} tokens")
     total = sum(each.drafted for each in drafted)
     steps = [step for each in drafted for step in each.steps]
     with_drafts = [step for step in steps if step[0]]
@@ -257,6 +274,7 @@ def compare(
     return {
         "median": round(statistics.median(ratios), 3),
         "minimum": round(min(ratios), 3),
+        "flips": flips,
         "spread": round(max(plain_s) / min(plain_s), 3),
         "tokens_per_s_without": round(1 / statistics.median(plain_s), 1),
         "tokens_per_step": round(sum(each.tokens for each in drafted) / streams / max(1, len(steps)), 2),

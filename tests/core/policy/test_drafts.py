@@ -123,7 +123,7 @@ def test_nothing_is_drafted_before_a_step_without_drafts_was_measured() -> None:
 
 
 def test_short_matches_are_not_looked_for_where_they_never_pay() -> None:
-    control, (seq,) = controller(64, DECODE_S / 64 / 2), sequences(1)
+    control, (seq,) = controller(64, DECODE_S / 64 / 3), sequences(1)
     assert control.min_match(64) == 2
     teach(control, seq, 0, match=2)
     teach(control, seq, LENGTH, match=8)
