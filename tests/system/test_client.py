@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.loadtest.server import engine_processes
 from tests.checkpoints import VOCAB, tokenizer
+from tests.pace import patience
 from tests.system.processes import Process, ending
 from tests.system.stack import Stack
 
@@ -221,6 +222,8 @@ async def test_a_crowd_at_once_is_answered_by_the_client_in_its_default_settings
         [process] = stack.enter_context(ending([Process(tmp_path / "log", "serve", *words)]))
         base_url = process.wait_for("serving tiny at ").split()[-1]
         client = await stack.enter_async_context(openai.AsyncOpenAI(base_url=base_url, api_key="none"))
+        # By default a connection that takes five seconds is tried again: on a busy machine 600 at once may take longer.
+        client = client.with_options(timeout=openai.Timeout(600, connect=patience(5)))
 
         async def ask(number: int) -> tuple[str, int]:
             """Return the lane, and the number of output tokens."""

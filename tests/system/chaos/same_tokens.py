@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import hashlib
 import itertools
 import json
@@ -20,7 +21,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ import aiohttp
 from quire.loadtest import machine
 from quire.loadtest.server import MODEL_NAME, Server, engine_processes, serve
 from tests.checkpoints import VOCAB, make_checkpoint
-from tests.pace import patience
+from tests.pace import Patience, patience
 from tests.system.processes import sse_events, until
 
 PROMPT, OUTPUT = (4, 60), (16, 96)  # tokens, minimum and maximum
@@ -79,6 +80,21 @@ def requests(count: int, seed: int) -> list[dict[str, Any]]:
     return made
 
 
+@contextlib.asynccontextmanager
+async def accepted(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any]
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """Send a request, again after each 429 and 503: on a busy machine an engine may be silent for seconds."""
+    bound = Patience(300)
+    while True:
+        async with session.post(url, json=body) as response:
+            if response.status not in (429, 503) or not bound.lasts():
+                assert response.status == 200, await response.text()
+                yield response
+                return
+            await asyncio.sleep(float(response.headers["Retry-After"]))
+
+
 async def one_run(server: Server, bodies: list[dict[str, Any]], batch: int, kills: int) -> Answers:
     """Send all requests, at most `batch` open at a time; kill the engine whenever another share of the tokens is in."""
     answers, waiting = Answers(batch), iter(enumerate(bodies))
@@ -89,8 +105,7 @@ async def one_run(server: Server, bodies: list[dict[str, Any]], batch: int, kill
     async def client(session: aiohttp.ClientSession) -> None:
         for number, body in waiting:
             found = answers.ids[number] = []
-            async with session.post(f"{server.url}/v1/completions", json=body) as response:
-                assert response.status == 200, await response.text()
+            async with accepted(session, f"{server.url}/v1/completions", body) as response:
                 async for event in sse_events(response):
                     for choice in event["choices"]:
                         found += choice["token_ids"]
