@@ -50,7 +50,7 @@ struct Item {
   int64_t partial = -1;  // index of the first split's state; -1: the item writes its output itself
   int64_t cost() const {
     return static_cast<int64_t>(last - first) * (rows + 3);
-  }  // 3: loading a key and its value takes as long as 3 rows
+  }  // 3: loading a key and its value takes as long as computing 3 rows
 };
 
 // Online-softmax state of each row of an item: a key's weight is 2^(score - max), acc is the weighted sum of values.

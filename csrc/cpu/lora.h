@@ -47,7 +47,7 @@ struct LoraArgs {
   int threads;
 };
 
-// y[row] += B A x[row] for each row of each group.  Sums in float; A x is rounded to T, and so is the result.
+// y[row] += B A x[row] for each row of each group (the rows of one adapter).  Sums in float; A x is rounded to T, and so is the result.
 template <class T>
 void lora(const LoraArgs<T>& args);
 

@@ -7,7 +7,7 @@
 A swapped sequence keeps no block on the device.  The copy includes shared blocks, although other tables or the prefix
 cache may still have them: a shared block could be evicted before the sequence resumes, and a reference kept on it
 would let waiting sequences hold memory that running sequences need.  So a swapped sequence can always resume without
-computing a token twice.  Blocks that are in the prefix cache at that time are shared instead of copied back.
+computing a token twice.  Blocks that are in the prefix cache at its resumption are shared instead of copied.
 
 Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023,
 section 4.5.

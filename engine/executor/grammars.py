@@ -269,7 +269,8 @@ class Grammars:
             self.store.used(row.grammar, len(row.taken))
 
     def _matcher(self, grammar: str) -> llguidance.LLMatcher:
-        """Return a matcher at the start of a grammar.  Raises GrammarError if it is faulty, or not held."""
+        """Return a matcher at the start of a grammar.  Raises GrammarError if it is faulty, or if no request
+        holds it."""
         matcher = self.store.copy(grammar)
         assert isinstance(matcher, llguidance.LLMatcher)
         return matcher

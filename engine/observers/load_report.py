@@ -87,7 +87,7 @@ class LoadReport:
     ) -> EngineLoad:
         """Return the load at `now` (monotonic seconds).  A draining engine reports no preemptible tokens.
 
-        `queued`: requests wait in the shared queue.  `gated`: (sequences, prompt tokens) behind a gate."""
+        `queued`: requests are queued.  `gated`: (sequences, prompt tokens) that wait for a grammar or adapter."""
         info, pool, totals, calibration = self._info, core.pool, core.report.totals, core.admission.forecast.calibration
         if now - self._filled_at >= FILLED_S:
             self._slots_filled, self._filled_at = slots_filled(core), now

@@ -63,7 +63,7 @@ class _Reader:
         self._left = OUTLINES  # schemas of one argument of which the parser knows the types
 
     def arguments(self, parameters: Schema, path: str, depth: int = 0) -> list[Argument] | str:
-        """Return the arguments of an object, or the path of what cannot be written."""
+        """Return the arguments that an object schema describes, or the path of what the notation cannot express."""
         properties, required = parameters.get("properties", {}), parameters.get("required", [])
         for word in sorted(asserted(parameters) - BESIDE):
             return f"{path}.{word}"

@@ -87,8 +87,8 @@ struct Cut {
     const Place place = find(at, before, seqs, groups);
     return 2 * place.tile < place.tiles ? at - place.tile : at - place.tile + place.tiles;
   }
-  // Returns the number of CTAs nearest to `wanted` that divides head_groups or is a multiple.  All head groups are
-  // equally long.
+  // Returns the number of CTAs nearest to `wanted` that divides head_groups or is a multiple.  Use it only if all
+  // head groups have the same number of tiles.
   static __device__ int nearest_even(int head_groups, int wanted, int grid) {
     const int lowest = wanted < grid ? wanted / 2 : wanted - wanted / 16;
     for (int step = 0; wanted - step >= lowest; ++step) {

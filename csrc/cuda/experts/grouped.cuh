@@ -69,7 +69,7 @@ struct Params {
   const void* bias;
   void* out;
   int* ticket;
-  int blocks, rows, slabs;  // items per tile; low rows per expert; slabs per item
+  int blocks, rows, slabs;  // items per tile; low rows (see above) per expert; slabs per item
   ExpertsArgs experts;
 };
 

@@ -39,5 +39,5 @@ def drafter_find(drafter: int, slots: torch.Tensor, tokens: torch.Tensor, count:
 
 
 def drafter_end(drafter: int, slot: int, keep: bool) -> None:
-    """Clear a slot; `keep`: its answer becomes one of its owner's recent answers."""
+    """Clear a slot.  keep: later drafts of the same tenant may be taken from the slot's answer."""
     torch.ops.quire.drafter_end.default(drafter, slot, keep)

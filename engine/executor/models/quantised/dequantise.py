@@ -262,7 +262,8 @@ def _in_order(values: Tensor) -> Tensor:
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """Return the values of int32 words [r, c], of 4 or 8 bits: u8 [r, c * 32 / bits]."""
-    # Every supported CPU is little endian.  Flatten first, because a single column may have any stride.
+    # Every supported CPU is little endian.  Flatten first: `view(torch.uint8)` needs a last stride of 1, which a matrix
+    # of one column may lack.
     values = words.contiguous().view(-1).view(torch.uint8).view(len(words), -1)
     if bits == 4:
         values = torch.stack([values & 0xF, values >> 4], -1).flatten(1)

@@ -178,7 +178,7 @@ class StoredExperts:
     """The modules of a checkpoint that hold one weight of one expert, by layer."""
 
     def __init__(self, modules: Collection[str]) -> None:
-        """modules: names of all modules stored in a form that `stored_rows` keeps."""
+        """modules: names of all modules whose weights stay as the checkpoint stores them (see `stored_rows`)."""
         self._by_layer: dict[str, set[str]] = defaultdict(set)
         for module in modules:
             if match := LAYER_OF_EXPERT.search(module):
