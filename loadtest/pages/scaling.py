@@ -17,6 +17,7 @@ def lines(results: Results) -> Iterator[str]:
     plain = results["gateway_tools"]["figures"]["plain"]["tokens_per_s"]
     yield f"CPU of a gateway near one core: {v(round(plain, -3), ',')} tokens/s"
     yield from redis(results["redis_load"])
+    yield from busy_redis(results["redis_full"]["figures"])
     yield from fleet(results)
     large = results["scale"]["runs"][1]
     small = results["scale"]["runs"][5]
@@ -51,6 +52,26 @@ def redis(result: dict[str, Any]) -> Iterator[str]:
                 f"| {run['engines']:,} × {run['tenants']:,} | {v(run['submit']['cpu_us'], ',.0f')} | "
                 f"{v(run['submit']['commands'], '.0f')} | {v(run['reading']['cpu_us'], ',.0f')} | {busy} | {quiet} |"
             )
+
+
+def busy_redis(figures: dict[str, Any]) -> Iterator[str]:
+    """Yield how many steps one Redis carries that never waits, with one thread and with I/O threads."""
+    runs = {(run["io_threads"], run["gateways"]): run for run in figures["runs"]}
+    threads = max(number for number, _ in runs)
+    counts = sorted({gateways for _, gateways in runs})
+    yield f"{figures['engines']} engines of {figures['sequences']} sequences"
+    yield f"{v(figures['idle_cores'])} cores of the machine of `redis_full.json`"
+    for gateways in counts:
+        cells = (
+            f"{v(run['steps_per_s'], ',')} | {v(run['thread_us'], '.0f')}"
+            for run in (runs[1, gateways], runs[threads, gateways])
+        )
+        yield f"| {gateways} | {' | '.join(cells)} |"
+    least, most = counts[0], counts[-1]
+    yield f"A step at {most} gateways takes {v(runs[1, most]['thread_us'] / runs[1, least]['thread_us'], '.1f')} times the time"
+    yield f"`io-threads {threads}` keeps {v(runs[threads, most]['cores'], '.0f')} cores busy"
+    more = runs[threads, most]["steps_per_s"] / runs[1, most]["steps_per_s"] - 1
+    yield f"at {most} gateways carries {v(100 * more, '.0f')} % more steps"
 
 
 def per_gateway(runs: list[dict[str, Any]]) -> Iterator[str]:
