@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire.engine.executor import ops
@@ -202,6 +203,25 @@ def test_int4_rounds_experts_to_fp8_on_a_gpu(
 def test_random_weights_are_rounded(plain: Callable[[str], Path], on_cpu: None, tmp_path: Path) -> None:
     shutil.copy(plain("qwen3_moe") / "config.json", tmp_path)
     assert packed_of(load(tmp_path, dtype="bfloat16", quantize="fp8", random=True)) == 2
+
+
+def test_random_weights_are_freed_one_by_one(
+    plain: Callable[[str], Path], on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise both dtypes of all experts must fit at once: Qwen3-30B-A3B did not load on a GPU of 80 GB."""
+    shutil.copy(plain("qwen3_moe") / "config.json", tmp_path)
+    swap, left = quantising.Quantising.swap, []
+
+    def watched(self: quantising.Quantising, model: PreTrainedModel) -> None:
+        weights = [weight for name, weight in model.named_parameters() if "experts" in name]
+        storages = [StorageWeakRef(weight.untyped_storage()) for weight in weights]
+        del weights
+        swap(self, model)
+        left.append([storage.expired() for storage in storages])
+
+    monkeypatch.setattr(quantising.Quantising, "swap", watched)
+    load(tmp_path, dtype="bfloat16", quantize="fp8", random=True)
+    assert left == [[True] * 4]
 
 
 @pytest.mark.parametrize("how", ["fp8-odd-block", "gptq-32", "ct-int8"])

@@ -321,6 +321,18 @@ def random_model(
         raise
     except Exception as error:  # model classes raise any kind of error
         raise ModelLoadError(f"{directory}: {field_reason(config.to_dict(), error)}") from error
+    set_stored(model, directory)
+    if method_of(quantisation_config(directory) or {}) == "mxfp4" and packs_experts(device, wanted):
+        round_experts(model)
+    quantising.quantise(model)
+    return model
+
+
+def set_stored(model: PreTrainedModel, directory: Path) -> None:
+    """Set weights of a model to the tensors in weight files of the directory.
+
+    Leaves no reference to a weight, because quantising frees them one by one.  Raises ModelLoadError for a tensor that
+    the model does not have in this shape."""
     made_up = model.state_dict()
     for file in sorted(directory.glob("*.safetensors")):
         try:
@@ -329,12 +341,8 @@ def random_model(
             raise ModelLoadError(f"{file}: {one_line(error)}") from error
         for name, tensor in given.items():
             if name not in made_up:
-                raise ModelLoadError(f"{file}: {config.model_type} has no {name}")
+                raise ModelLoadError(f"{file}: {model.config.model_type} has no {name}")
             if tensor.shape != made_up[name].shape:
                 shapes = f"{list(tensor.shape)}, the config says {list(made_up[name].shape)}"
                 raise ModelLoadError(f"{file}: {name} has shape {shapes}")
             made_up[name].copy_(tensor)
-    if method_of(quantisation_config(directory) or {}) == "mxfp4" and packs_experts(device, wanted):
-        round_experts(model)
-    quantising.quantise(model)
-    return model
