@@ -146,12 +146,12 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     requests fill it, requests for further adapters wait. An adapter of rank 16 on all layers of an 8B model takes
     0.08. Raise it if the log shows adapters that are loaded repeatedly."""
     drafts: Literal["auto", "on", "off"] = "off"
-    """Speculative decoding: guess the next tokens from the request's own text and the tenant's recent answers,
-    compute them in one step and accept those that decoding would sample. The text stays the same, and drafts are
-    computed only if they save time, by the times measured so far. auto: on for a CPU if the bits of a token's logits
-    do not depend on the rest of its step (see the start log), off on a GPU and with several ranks. on: on a GPU too,
-    for edits, quotes and agent loops; several ranks, and recurrent layers on a GPU, are then refused. off, the
-    default: no drafts."""
+    """Speculative decoding: guess the next tokens from the request's own text, the tenant's recent answers and, on a
+    CPU, the MTP head of a Qwen3-Next or Qwen3.5 checkpoint. One step computes them and accepts those that decoding
+    would sample. The text stays the same, and drafts are computed only if they save time, by the times measured so
+    far. auto: on for a CPU if the bits of a token's logits do not depend on the rest of its step (see the start log),
+    off on a GPU and with several ranks. on: on a GPU too, for edits, quotes and agent loops; several ranks, and
+    recurrent layers on a GPU, are then refused. off, the default: no drafts."""
     itl_stretch: Annotated[float, Meta(ge=0)] = 2.0
     """Maximum time of a step with prompt chunks, relative to a decode-only step. 2.0 allows twice the measured
     decode-only step time, and more if many requests wait. Lower it for lower inter-token latency, raise it for lower
