@@ -173,14 +173,17 @@ class Simulation:
         while self.leaving and self.leaving[0][0] <= self.now:
             self.core.abort(str(heapq.heappop(self.leaving)[1]))
 
+    def prompt_tokens(self, plan: StepPlan) -> int:
+        """Return the tokens of a step that cost as much as prompt tokens."""
+        return sum(len(piece.token_ids) for piece in plan.slices)
+
     def submit(self, step_time: StepTime) -> None:
         """Plan and start a step, if there is anything to compute."""
         self.planned = self.core.plan(0)
         if self.planned is not None:
             self.executor.submit(self.planned)
-            prompt_tokens = sum(len(piece.token_ids) for piece in self.planned.slices)
             self.device = max(self.device, self.now)
-            seconds = step_time(self.core.running, prompt_tokens)
+            seconds = step_time(self.core.running, self.prompt_tokens(self.planned))
             self.device += seconds
             self.in_flight.append((self.device, seconds))
 

@@ -1,6 +1,6 @@
 """Requests per second of static, paged and shared allocation in one pool, by lengths, samples and block size.
 
-    python -m quire.loadtest.studies sharing-gain [--requests 60] [--kv-tokens 65536] [--name NAME]
+    python -m quire.loadtest.studies sharing-gain [--requests 60] [--kv-tokens 65536] [--beams] [--name NAME]
 
 The scheduler and the block pool are the engine's own; only the clock is virtual, and a step takes as long as one of an
 8B model on an H200 does (`STEP`, without the time to read the keys of long contexts).  All requests wait from the
@@ -44,7 +44,7 @@ LENGTHS: dict[str, tuple[int, int, int]] = {
 }
 WAYS = (1, 2, 4, 6)
 BEAMS = (2, 4, 6)
-BEAM_LENGTHS = ("ShareGPT", "4k", "beyond 8k")  # where drawn forks share as much as a model's
+BEAM_LENGTHS = ("ShareGPT", "4k")  # where drawn forks share as much as a model's
 BLOCK_SIZES = (8, 16, 32, 64)
 
 
@@ -99,6 +99,7 @@ def compare(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=60, help="requests of each run; default 60")
     parser.add_argument("--kv-tokens", type=int, default=65536, help="KV pool in tokens; default 65536")
+    parser.add_argument("--beams", action="store_true", help="measure beam searches instead of samples")
     parser.add_argument("--name", type=machine.result_name, default="sharing_gain", help="name of the result file")
 
 
@@ -106,7 +107,8 @@ def main(args: argparse.Namespace, command: str) -> int:
     table: dict[str, Any] = {}
     cases = [(name, "n", n, 16) for name in LENGTHS for n in WAYS]
     cases += [("ShareGPT", "n", 4, size) for size in BLOCK_SIZES if size != 16]
-    cases += [(name, "beams", n, 16) for name in BEAM_LENGTHS for n in BEAMS]
+    if args.beams:
+        cases = [(name, "beams", n, 16) for name in BEAM_LENGTHS for n in BEAMS]
     print(f"{'lengths':12}{'n':>8}{'block':>7}{'static':>9}{'paged':>9}{'shared':>9}{'p/s':>7}{'sh/s':>7}{'sh/p':>7}")
     for name, kind, n, size in cases:
         found = compare(LENGTHS[name], n, args.requests, args.kv_tokens, size, beams=kind == "beams")

@@ -74,6 +74,10 @@ class BeamSimulation(Simulation):
     def request(self, number: int, job: Job) -> Generate:
         return msgspec.structs.replace(super().request(number, job), beams=Beams(job.n, early_stopping=True))
 
+    def prompt_tokens(self, plan: StepPlan) -> int:
+        """A beam's token costs a row, as a sample's does."""
+        return sum(len(piece.token_ids) for piece in plan.slices if len(piece.token_ids) > 1)
+
     def collect(self) -> None:
         super().collect()
         self.blocks_held += self.core.pool.total - self.core.pool.available
