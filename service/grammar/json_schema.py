@@ -326,7 +326,7 @@ class _Walk:
         for number, branch in enumerate(branches):
             rest = [other for place, other in enumerate(branches) if place != number]
             others = [other for other in rest if not self.schemas.disjoint(self._beside(base, branch), other)]
-            opposites = [self.schemas.negation(other, base, ASSERTIONS) for other in others]
+            opposites = [self._opposite(other, base, branch) for other in others]
             if None in opposites or (len(branches) > BRANCHES and others):
                 met = branches.index(others[opposites.index(None)]) if None in opposites else branches.index(others[0])
                 raise _unserved(f"{at}.oneOf", f"branches {number} and {met} do not exclude each other; use anyOf")
@@ -334,6 +334,11 @@ class _Walk:
                 exact.append({"allOf": [branch, *opposites]} if opposites else branch)
         del one["oneOf"]
         self._require(one, {"anyOf": exact})
+
+    def _opposite(self, other: Any, base: dict[str, Any], branch: Any) -> Any:
+        """Return the negation of another branch; if no keyword expresses it, among the instances of `branch` only."""
+        found = self.schemas.negation(other, base, ASSERTIONS)
+        return found if found is not None else self.schemas.negation(other, self._beside(base, branch), ASSERTIONS)
 
     def _beside(self, base: dict[str, Any], branch: Any) -> Any:
         return {"allOf": [base, branch]}

@@ -7,11 +7,15 @@ Both operations are sound and incomplete.  `Schemas.disjoint` returns True only 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 TYPES = frozenset({"null", "boolean", "object", "array", "number", "integer", "string"})
+TEXT = 128  # maximum characters of the texts that one pattern excludes, since groups nest that deep
+NAMES = 16  # maximum further properties of a closed object, one of which must be present
+NUMBERS = 16  # maximum numbers that ranges exclude
 DEEPEST = 6  # maximum depth of references and branches that one call follows
 # Keyword of a bound -> (keyword of the negated bound, number to add to the value).
 OPPOSITES = {
@@ -176,8 +180,11 @@ class Schemas:
         present = keys & schema.keys()
         if not present:
             return False
-        if len(present) > 1 and "allOf" not in present and present <= {"type", "properties", "required"}:
+        closed = {"additionalProperties"} if schema.get("additionalProperties") is False else set[str]()
+        if len(present) > 1 and "allOf" not in present and present <= {"type", "properties", "required"} | closed:
             return self._negated_object(schema, base, keys, depth)
+        if "items" in present and present <= {"type", "items"}:
+            return self._negated_list(schema, base)
         single = [{name: schema[name]} for name in sorted(present)]
         if len(single) > 1:
             if present <= {"type", "const"} or present <= {"type", "enum"}:
@@ -220,18 +227,25 @@ class Schemas:
         return {"anyOf": [branch for branch in branches if branch is not False]} if any(branches) else False
 
     def _other_types(self, excluded: frozenset[str], base: Any) -> Any:
-        possible = TYPES
-        for part in self.parts(base):
-            possible &= self.types(part)
+        possible = self._possible(base)
         left = possible - excluded
         if "integer" in excluded and "number" in left:  # no keyword expresses numbers that are no integers
             return None
         return {"type": sorted(left - ({"integer"} if "number" in left else set()))} if left else False
 
+    def _possible(self, base: Any) -> frozenset[str]:
+        """Return the types that instances of a schema may have."""
+        possible = TYPES
+        for part in self.parts(base):
+            possible &= self.types(part)
+        return possible
+
     def _other_values(self, excluded: Any, base: Any) -> Any:
         domain = self.domain(base)
-        if not isinstance(excluded, list) or domain is None:
+        if not isinstance(excluded, list):
             return None
+        if domain is None:
+            return all_but(excluded, self._possible(base))
         known = {*map(identity, excluded)}
         left = [value for value in domain if identity(value) not in known]
         return {"enum": left} if left else False
@@ -249,11 +263,86 @@ class Schemas:
             branches.append({"type": "object", "properties": {name: False}})
         for name, one in inner.items() if isinstance(inner, dict) else ():
             own = next((found for part in self.parts(base) if (found := property_of(part, name)) is not True), True)
-            other = self._negation(one, own, keys, depth + 1)
+            other = False if one == own else self._negation(one, own, keys, depth + 1)
             if other is None:
                 return None
             branches.append(other and {"type": "object", "properties": {name: other}, "required": [name]})
+        if schema.get("additionalProperties") is False:
+            known = next((found for part in self.parts(base) if (found := _closed(part)) is not None), None)
+            if known is None or schema.get("patternProperties"):
+                return None
+            more = [name for name in known if name not in (inner if isinstance(inner, dict) else {})]
+            if len(more) > NAMES:
+                return None
+            branches += [{"type": "object", "required": [name]} for name in more]
         return self._any(branches)
+
+    def _negated_list(self, schema: dict[str, Any], base: Any) -> Any:
+        """Return the negation of `type` and `items`, if no element of a list of `base` fits `items`."""
+        parts = [part for part in self.parts(base) if isinstance(part, dict) and "items" in part]
+        if not parts or any("prefixItems" in one for one in (*parts, schema)) or isinstance(schema["items"], list):
+            return None
+        if not any(
+            not isinstance(part["items"], list) and self.disjoint(part["items"], schema["items"]) for part in parts
+        ):
+            return None
+        branches: list[Any] = [{"type": "array", "minItems": 1}]
+        if "type" in schema:
+            if schema["type"] != "array" or (other := self._other_types(frozenset({"array"}), base)) is None:
+                return None
+            branches.append(other)
+        return self._any(branches)
+
+
+def all_but(excluded: list[Any], types: frozenset[str]) -> Any:
+    """Return a schema of all values of `types` except these; None if no keyword expresses it."""
+    kinds = {type_of(value) for value in excluded}
+    texts = sorted({value for value in excluded if isinstance(value, str)})
+    numbers = sorted({int(value) for value in excluded if type_of(value) == "integer"})
+    if kinds & types & {"object", "array", "number"} or sum(map(len, texts)) > TEXT or len(numbers) > NUMBERS:
+        return None
+    if any(abs(number) >= 2**53 for number in numbers):
+        return None
+    branches: list[Any] = []
+    if "boolean" in kinds & types and (left := [value for value in (False, True) if value not in _booleans(excluded)]):
+        branches.append({"enum": left})
+    if "string" in kinds & types:
+        branches.append({"type": "string", "pattern": f"^({_no_text_of(texts)})$"})
+    if "integer" in kinds & types:
+        kind = "number" if "number" in types else "integer"
+        for low, high in pairwise([None, *numbers, None]):
+            if kind == "number" or low is None or high is None or high - low > 1:
+                bounds = {"exclusiveMinimum": low, "exclusiveMaximum": high}
+                branches.append({"type": kind} | {name: bound for name, bound in bounds.items() if bound is not None})
+    rest = types - kinds - ({"number", "integer"} if "integer" in kinds else set())
+    if rest:
+        branches.append({"type": sorted(rest - ({"integer"} if "number" in rest else set()))})
+    return {"anyOf": branches} if branches else False
+
+
+def _booleans(values: list[Any]) -> list[bool]:
+    return [value for value in values if isinstance(value, bool)]
+
+
+def _no_text_of(texts: list[str]) -> str:
+    """Return a regex of all texts except these."""
+    following: dict[str, list[str]] = {}
+    for text in texts:
+        if text:
+            following.setdefault(text[0], []).append(text[1:])
+    if not following:
+        return r"[\s\S]+" if texts else r"[\s\S]*"
+    chars = {char: re.escape(char) for char in following}
+    others = [rf"[^{''.join(chars.values())}][\s\S]*", *([] if "" in texts else [""])]
+    return "|".join([*(f"{chars[char]}({_no_text_of(rest)})" for char, rest in following.items()), *others])
+
+
+def _closed(schema: Any) -> list[str] | None:
+    """Return the names that the properties of an object may have; None if it may have any others."""
+    if not isinstance(schema, dict) or schema.get("additionalProperties") is not False:
+        return None
+    inner = schema.get("properties", {})
+    return [*inner] if isinstance(inner, dict) and not schema.get("patternProperties") else None
 
 
 def names(given: Any) -> list[str]:

@@ -95,6 +95,9 @@ def larger(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 SCHEMAS = st.recursive(leaf(), larger, max_leaves=8).map(
     lambda schema: {"$defs": {"x": {"enum": ["a", 1, None]}}, **schema} if isinstance(schema, dict) else schema
 )
+CLOSED = {"type": "object", "properties": {"a": True, "b": True}, "additionalProperties": False}
+LIST = {"type": "array"}
+KINDS = [{"a": "xy"}, {"a": "xy", "b": 1}, {"a": "x"}, {"a": ""}, {"a": 1}, {}, "xy", 3]
 CONDITIONAL = {
     "type": "object",
     "properties": {"kind": {"enum": ["a", "b"]}, "a": {"type": "integer"}},
@@ -110,12 +113,22 @@ CONDITIONAL = {
 @example({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}, {"b": 1}, {"a": 1, "b": 1}, {}, 3])
 @example({"not": {"type": "integer"}, "type": ["integer", "string"]}, [1, 1.0, "a"])
 @example({"not": {"properties": {"a": {"minimum": 1}}}}, [{"a": 0}, {"a": 1}, {}, {"a": "x"}, 3])
+@example({"if": {"properties": {"a": {"const": "xy"}}}, "then": {"required": ["b"]}}, [*KINDS, {"a": "xyz", "b": 1}])
+@example({"type": ["string", "integer"], "not": {"enum": ["xy", "x", 1, 3.0]}}, ["", "x", "xy", "xyz", "y", 0, 1, 2, 3])
+@example({"not": {"enum": [True, "]", None]}}, [True, False, None, "]", "]]", "", 1, 1.5, [], {}])
+@example(
+    {"oneOf": [CLOSED, {**CLOSED, "properties": {"a": True, "c": True}}]}, [{}, {"a": 1}, {"b": 1}, {"c": 1}, {"d": 1}]
+)
+@example(
+    {"oneOf": [{"items": {"type": "string"}, **LIST}, {"items": {"type": "null"}, **LIST}]}, [[], ["a"], [None], [1]]
+)
 def test_a_rewritten_schema_has_the_same_instances(schema: Any, instances: list[Any]) -> None:
     try:
         rewritten = rewrite(schema, "s").schema
     except NotServed:
         assume(False)
-    own, ours = Draft202012Validator(schema), Draft202012Validator(rewritten)
+    dates = Draft202012Validator.FORMAT_CHECKER  # formats are enforced
+    own, ours = Draft202012Validator(schema, format_checker=dates), Draft202012Validator(rewritten)
     for instance in instances:
         assert own.is_valid(instance) == ours.is_valid(instance), (rewritten, instance)
 
@@ -267,12 +280,12 @@ def test_what_a_reference_points_to_is_checked_wherever_it_stands() -> None:
 
 def test_the_work_of_rewriting_is_bounded() -> None:
     branch: Any = {"type": "null"}
-    for depth in range(4):
+    for depth in range(2):
         branch = {"oneOf": [{"properties": {"a": {"const": at}, f"d{depth}": branch}} for at in range(BRANCHES)]}
         branch["properties"] = {"a": {"enum": list(range(BRANCHES))}}
     with pytest.raises(NotServed) as refused:
-        rewrite(branch, "s")
-    assert (refused.value.code, refused.value.limit) in {("grammar_too_large", PARTS), ("unsupported", None)}
+        rewrite(json.loads(json.dumps(branch)), "s")
+    assert (refused.value.code, refused.value.limit) == ("grammar_too_large", PARTS)
 
 
 OF_NAMES = {
