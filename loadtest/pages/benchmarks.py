@@ -197,6 +197,10 @@ def sharing_gain(results: Results) -> Iterator[str]:
         yield f"| {name} | {v(figures[f'{name}, n 1, blocks of 16']['paged over static'], '.2f')} | {' | '.join(cells)} |"
     sizes = [figures[f"ShareGPT, n 4, blocks of {size}"]["shared over paged"] for size in (8, 16, 32, 64)]
     yield f"sharing gives {', '.join(v(gain, '.2f') for gain in sizes)} times"
+    searches = results["sharing_gain_beams"]["figures"]
+    for name in ("ShareGPT", "4k"):
+        runs = [searches[f"{name}, beams {n}, blocks of 16"] for n in (2, 4, 6)]
+        yield f"| {name} | {' | '.join(', '.join(v(run[key], '.2f') for run in runs) for key in GAINS)} |"
 
 
 GAINS = ("paged over static", "shared over static", "shared over paged")
