@@ -308,6 +308,15 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   m.def(
       "linear_recurrence(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta, float q_scale, float eps, "
       "Tensor(a!) states, Tensor rows, Tensor q_start, Tensor? lens, Tensor? keeps, Tensor(b!) out) -> ()");
+  // On a GPU only; ops/recurrent.py has the same in torch's operators.
+  //   x        [T, heads, size] f32 or the dtype of out · gate, out the same shape · weight [size] f32
+  // out = x / sqrt(mean(x^2) + eps) * weight; gate: then times silu(gate)
+  m.def("gated_norm(Tensor x, Tensor weight, float eps, Tensor? gate, Tensor(a!) out) -> ()");
+  //   a, b     [T, heads], one dtype · rate, dt_bias [heads] f32 · decay, beta [T, heads] f32
+  // decay = rate * softplus(a + dt_bias);  beta = beta_scale * sigmoid(b), the sigmoid rounded to the dtype of b
+  m.def(
+      "delta_gates(Tensor a, Tensor b, Tensor rate, Tensor dt_bias, float beta_scale, Tensor(a!) decay, "
+      "Tensor(b!) beta) -> ()");
 }
 
 // Operators of the host, without tensors.

@@ -76,4 +76,48 @@ inline RecurrenceSizes check_linear_recurrence(const at::Tensor& q, const at::Te
   return sizes;
 }
 
+struct GatedNormSizes {
+  Size tokens{"tokens"}, heads{"heads"}, size{"size"};
+};
+
+inline GatedNormSizes check_gated_norm(const at::Tensor& x, const at::Tensor& weight,
+                                       const std::optional<at::Tensor>& gate, const at::Tensor& out,
+                                       const Place& place) {
+  GatedNormSizes sizes;
+  expect_device("x", x, place);
+  expect("x", x, {sizes.tokens, sizes.heads, sizes.size});
+  expect_last_contiguous("x", x);
+  if (x.scalar_type() != at::kFloat) expect_dtype("x", x, out.scalar_type(), "out");
+  if (gate) {
+    expect_device("gate", *gate, place);
+    expect("gate", *gate, {sizes.tokens, sizes.heads, sizes.size});
+    expect_last_contiguous("gate", *gate);
+    expect_dtype("gate", *gate, out.scalar_type(), "out");
+  }
+  expect_plain("weight", weight, {sizes.size}, at::kFloat, place);
+  expect_plain("out", out, {sizes.tokens, sizes.heads, sizes.size}, out.scalar_type(), place);
+  return sizes;
+}
+
+struct DeltaGatesSizes {
+  Size tokens{"tokens"}, heads{"heads"};
+};
+
+inline DeltaGatesSizes check_delta_gates(const at::Tensor& a, const at::Tensor& b, const at::Tensor& rate,
+                                         const at::Tensor& dt_bias, const at::Tensor& decay, const at::Tensor& beta,
+                                         const Place& place) {
+  DeltaGatesSizes sizes;
+  for (const auto& [who, t] : {std::pair{"a", a}, {"b", b}}) {
+    expect_device(who, t, place);
+    expect(who, t, {sizes.tokens, sizes.heads});
+    expect_last_contiguous(who, t);
+    expect_dtype(who, t, a.scalar_type(), "a");
+  }
+  expect_plain("rate", rate, {sizes.heads}, at::kFloat, place);
+  expect_plain("dt_bias", dt_bias, {sizes.heads}, at::kFloat, place);
+  expect_plain("decay", decay, {sizes.tokens, sizes.heads}, at::kFloat, place);
+  expect_plain("beta", beta, {sizes.tokens, sizes.heads}, at::kFloat, place);
+  return sizes;
+}
+
 }  // namespace quire

@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from quire.engine.config import EngineConfig
 from quire.engine.executor import loading, ops
 from quire.engine.executor.errors import ModelLoadError, NotEnoughMemory, UnsupportedModel
 from quire.engine.executor.local import LocalExecutor
 from quire.engine.executor.models import hf
+from quire.engine.executor.models.linear import Linears
 from quire.engine.executor.models.recurrent import gated_delta
-from quire.engine.executor.models.recurrent.families import check_ranks
+from quire.engine.executor.models.recurrent.families import MODULES, check_ranks
+from quire.engine.executor.models.recurrent.plain_modules import MLPS, NORMS, GatedMLP, Norm
 from quire.engine.executor.models.served_config import read_config
 from quire.engine.executor.state_memory import divide_states
 from quire.engine.llm import LLM
@@ -187,3 +190,31 @@ def test_the_batch_has_as_many_slots_as_there_are_live_states(tiny: Tiny, caplog
     held = executor.blocks * 16 * executor.info.kv_bytes_per_token + (slots + checkpoints) * executor.info.state_bytes
     assert held <= 4 * MIB
     executor.close()
+
+
+def test_swapped_modules_compute_what_they_replace(tiny: Tiny) -> None:
+    """The modules that a GPU is served with, on a CPU: norms, MLPs and the input projections of Gated DeltaNet."""
+    linears = Linears(ordered=True, dtype=torch.float32)
+    for family in ("qwen3_5_text", "olmo_hybrid", "lfm2"):
+        model = AutoModelForCausalLM.from_pretrained(tiny(family), dtype=torch.float32).eval().requires_grad_(False)
+        x = torch.randn(1, 9, 128)
+        replaced = 0
+        for module in list(model.modules()):
+            kind = type(module).__name__
+            if kind in NORMS and module.weight.numel() == 128:
+                module.weight += torch.randn(128)
+                torch.testing.assert_close(Norm(module, NORMS[kind])(x), module(x), rtol=1e-4, atol=1e-5)
+                replaced += 1
+            elif kind in MLPS:
+                want = module(x)
+                ours = GatedMLP([getattr(module, name) for name in MLPS[kind]], linears)
+                torch.testing.assert_close(ours(x), want, rtol=1e-4, atol=1e-5)
+                replaced += 1
+            elif kind.endswith("GatedDeltaNet"):
+                layer: Any = MODULES[kind](module)
+                want_parts = layer.project(layer, x[0])
+                layer.merge(linears)
+                for ours, part in zip(layer.project(layer, x[0]), want_parts, strict=True):
+                    torch.testing.assert_close(ours, part, rtol=1e-4, atol=1e-5)
+                replaced += 1
+        assert replaced > 2

@@ -134,8 +134,34 @@ def test_sizes_that_no_kernel_has_are_refused() -> None:
         ops.causal_conv(inputs, weight, None, states, ints(0), ints(0, 1), None, True)
 
 
-def test_a_convolution_of_many_short_sequences() -> None:
-    """Sequences shorter than the taps, whose inputs are partly in the state."""
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "size"), [(7, 5, 128), (1, 1, 4096), (33, 3, 50), (9, 2, 16), (2, 1, 5001)]
+)
+def test_a_gated_norm_is_rounded_once(tokens: int, heads: int, size: int, gated: bool, dtype: torch.dtype) -> None:
+    """x in float32 and in the dtype of the result; the gate is a view of a wider tensor."""
+    gate = (torch.randn(tokens, heads * size + 12, device=CUDA) * 4).to(dtype)[:, 8:-4].unflatten(1, (heads, size))
+    weight = torch.randn(size, device=CUDA)
+    for x in (torch.randn(tokens, heads, size, device=CUDA), torch.randn(tokens, heads, size, device=CUDA).to(dtype)):
+        want = x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-6) * weight.double()
+        want = want * torch.nn.functional.silu(gate.double()) if gated else want
+        out = ops.gated_norm(x, weight, 1e-6, gate if gated else None, dtype)
+        assert ((out - want).abs() <= (2e-6 + torch.finfo(dtype).eps) * want.abs() + 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_delta_gates_are_those_of_torch(dtype: torch.dtype) -> None:
+    wide = (torch.randn(21, 70, device=CUDA) * 8).to(dtype)
+    a, b, rate, bias = wide[:, :32], wide[:, 35:67], -torch.rand(32, device=CUDA), torch.randn(32, device=CUDA)
+    decay, beta = ops.delta_gates(a, b, rate, bias, 2.0)
+    want = ops.delta_gates(a.cpu(), b.cpu(), rate.cpu(), bias.cpu(), 2.0)
+    torch.testing.assert_close(decay.cpu(), want[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(beta.cpu(), want[1], rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_short_sequences_across_the_tokens_of_a_cta() -> None:
+    """Steps of every number of tokens per CTA, with sequences shorter than the taps at their borders."""
     weight = torch.randn(4, 70, device=CUDA)
     for seed, count in ((1, 90), (2, 200), (3, 900)):
         draw = torch.Generator().manual_seed(seed)

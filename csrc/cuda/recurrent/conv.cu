@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "cuda/common/launch.cuh"
 #include "cuda/common/packs.cuh"
 #include "cuda/recurrent/recurrent.h"
@@ -5,8 +7,9 @@
 namespace quire::cuda {
 namespace {
 
-constexpr int kThreads = 128;          // channels per CTA
-constexpr int64_t kMaxInGrid = 65535;  // limit of grid y
+constexpr int kThreads = 128;      // channels per CTA
+constexpr int kMostTokens = 16;    // maximum tokens per CTA
+constexpr int kTokenShares = 128;  // shares of the tokens, so that short steps occupy all multiprocessors
 
 // Returns the last sequence that starts at or before the token.
 __device__ int sequence_of(const Packed& packed, int token) {
@@ -114,7 +117,7 @@ __global__ void __launch_bounds__(kThreads) causal_conv_kernel(ConvArgs a, int t
 
 template <int kTaps>
 void launch_conv(const ConvArgs& a, cudaStream_t stream) {
-  const int tile = static_cast<int>((a.tokens + kMaxInGrid - 1) / kMaxInGrid);
+  const int tile = static_cast<int>(std::clamp<int64_t>(a.tokens / kTokenShares, 1, kMostTokens));
   const dim3 grid((a.channels + kThreads - 1) / kThreads, (a.tokens + tile - 1) / tile);
   by_dtype(a.dtype, [&](auto type) {
     launch(causal_conv_kernel<decltype(type), kTaps>, grid, dim3(kThreads), 0, stream, a, tile);

@@ -1,3 +1,5 @@
+#include <type_traits>
+
 #include "cuda/common/launch.cuh"
 #include "cuda/common/packs.cuh"
 #include "cuda/common/warp.cuh"
@@ -16,12 +18,12 @@ namespace {
  * Outputs need no second pass over the new state:  q^T (decay S + k w^T) = decay q^T S + (q . k) w. */
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kGroups = 4, kWarpColumns = 32 / kGroups, kColumns = kWarps * kWarpColumns;
-constexpr int kTokens = 16, kWarpTokens = kTokens / kWarps;  // tokens whose inputs are prepared at once
-constexpr int kVector = 4;                                   // elements of a query or key per access to shared memory
-constexpr int kValueLoads = kTokens * kColumns / kThreads;
+// Tokens whose inputs are prepared at the same time; decode steps: one per warp.
+constexpr int kPromptTokens = 16, kDecodeTokens = kWarps;
+constexpr int kVector = 4;  // elements of a query or key per access to shared memory
 
 // Inputs of up to kTokens tokens, ready for use.
-template <int kKeys>
+template <int kKeys, int kTokens>
 struct alignas(16) Prepared {
   float q[kTokens][kKeys], k[kTokens][kKeys];
   float v[kTokens][kColumns];
@@ -31,9 +33,10 @@ struct alignas(16) Prepared {
 };
 
 // Inputs of the next tokens, still being loaded from memory into registers.
-template <class T, int kKeys>
+template <class T, int kKeys, int kTokens>
 struct Fetched {
   static constexpr int kEach = kKeys / 32;  // elements of a vector per lane
+  static constexpr int kWarpTokens = kTokens / kWarps, kValueLoads = kTokens * kColumns / kThreads;
   T q[kWarpTokens][kEach], k[kWarpTokens][kEach], v[kValueLoads];
   float decay, beta;
 
@@ -69,7 +72,7 @@ struct Fetched {
     }
   }
 
-  __device__ void prepare(const RecurrenceArgs& a, Prepared<kKeys>& to) const {
+  __device__ void prepare(const RecurrenceArgs& a, Prepared<kKeys, kTokens>& to) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < kWarpTokens; ++i) {
@@ -115,16 +118,28 @@ struct Column {
 
   __device__ int key(int i) const { return (i / kVector * kGroups + group) * kVector + i % kVector; }
 
-  __device__ void load(const float* state) {
+  // Calls use(i, element) with the place of each present key.  The pointer moves on, or there would be one per key.
+  template <class Use>
+  __device__ void each(float* state, const Use& use) const {
+    float* row = state + key(0) * stride;
+    const int count = present ? keys : 0;
 #pragma unroll
-    for (int i = 0; i < kShare; ++i) at[i] = present && key(i) < keys ? state[key(i) * stride] : 0.0f;
+    for (int i = 0; i < kShare; i += kVector, row += kVector * kGroups * stride) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        if (key(i + j) < count) use(i + j, row[j * stride]);
+      }
+    }
+  }
+
+  __device__ void load(float* state) {
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) at[i] = 0.0f;
+    each(state, [&](int i, float& element) { at[i] = element; });
   }
 
   __device__ void store(float* state) const {
-#pragma unroll
-    for (int i = 0; i < kShare; ++i) {
-      if (present && key(i) < keys) state[key(i) * stride] = at[i];
-    }
+    each(state, [&](int i, float& element) { element = at[i]; });
   }
 
   // Returns the output of token t, and updates the state by it.
@@ -158,12 +173,21 @@ struct Column {
   }
 };
 
+// CTAs per multiprocessor that the registers must allow: states of a decode step come from memory, so many should be on
+// their way.
+constexpr int min_ctas(int share, int tokens) {
+  if (tokens == kPromptTokens) return 1;
+  return share <= 16 ? 8 : share <= 32 ? 4 : 2;
+}
+
 /* Grid (values / kColumns, heads, sequences), the last sequence first: prompts come after decoding sequences and take
- * longest.  Reads and writes the state once per step. */
-template <class T, int kShare, bool kDelta>
-__global__ void __launch_bounds__(kThreads) linear_recurrence_kernel(const __grid_constant__ RecurrenceArgs a) {
+ * longest.  Reads and writes the state once per step.  kTokens: fewer take fewer registers, so that more CTAs of a decode
+ * step have their state on the way. */
+template <class T, int kShare, bool kDelta, int kTokens>
+__global__ void __launch_bounds__(kThreads, min_ctas(kShare, kTokens))
+    linear_recurrence_kernel(const __grid_constant__ RecurrenceArgs a) {
   constexpr int kKeys = kShare * kGroups;
-  __shared__ Prepared<kKeys> inputs;
+  __shared__ Prepared<kKeys, kTokens> inputs;
   let_next_kernel_start();
   wait_for_previous_kernels();
   const Packed& packed = a.packed;
@@ -186,7 +210,7 @@ __global__ void __launch_bounds__(kThreads) linear_recurrence_kernel(const __gri
   const Keep* keep = packed.keeps;
   const Keep* const last_keep = keep + packed.keep_count;
   while (keep < last_keep && keep->end <= begin) ++keep;
-  Fetched<T, kKeys> fetched;
+  Fetched<T, kKeys, kTokens> fetched;
   fetched.load(a, head, first_column, begin, min(kTokens, end - begin));
   for (int first = begin; first < end; first += kTokens) {
     const int count = min(kTokens, end - first);
@@ -207,8 +231,15 @@ __global__ void __launch_bounds__(kThreads) linear_recurrence_kernel(const __gri
 template <class T, int kShare>
 void launch_recurrence(const RecurrenceArgs& a, cudaStream_t stream) {
   const dim3 grid((a.values + kColumns - 1) / kColumns, a.heads, a.packed.sequences);
-  const auto kernel = a.beta ? linear_recurrence_kernel<T, kShare, true> : linear_recurrence_kernel<T, kShare, false>;
-  launch(kernel, grid, dim3(kThreads), 0, stream, a);
+  const auto run = [&](auto delta, auto tokens) {
+    launch(linear_recurrence_kernel<T, kShare, delta(), tokens()>, grid, dim3(kThreads), 0, stream, a);
+  };
+  using std::bool_constant, std::integral_constant;
+  const auto with_tokens = [&](auto tokens) {
+    a.beta ? run(bool_constant<true>{}, tokens) : run(bool_constant<false>{}, tokens);
+  };
+  const bool decodes = a.tokens <= a.packed.sequences;
+  decodes ? with_tokens(integral_constant<int, kDecodeTokens>{}) : with_tokens(integral_constant<int, kPromptTokens>{});
 }
 
 }  // namespace

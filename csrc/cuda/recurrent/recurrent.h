@@ -50,18 +50,45 @@ struct HeadRows {
 };
 
 struct RecurrenceArgs {
-  Dtype dtype;                         // dtype of q, k and v
-  HeadRows q, k;                       // [tokens, key_heads, keys]
-  HeadRows v;                          // [tokens, heads, values]
-  const float* decay;                  // [tokens, heads]: logarithm of the factor of the old state
-  const float* beta;                   // [tokens, heads] or null
-  float* states;                       // [slots, heads, keys, values]
-  float* out;                          // [tokens, heads, values]
+  Dtype dtype;         // dtype of q, k and v
+  HeadRows q, k;       // [tokens, key_heads, keys]
+  HeadRows v;          // [tokens, heads, values]
+  const float* decay;  // [tokens, heads]: logarithm of the factor of the old state
+  const float* beta;   // [tokens, heads] or null
+  float* states;       // [slots, heads, keys, values]
+  float* out;          // [tokens, heads, values]
+  int64_t tokens;
   int heads, key_heads, keys, values;  // keys: at most kMaxKeys
   float q_scale, eps;
   Packed packed;
 };
 constexpr int kMaxKeys = 256;
 void linear_recurrence(const RecurrenceArgs& args, cudaStream_t stream);
+
+// out = x / sqrt(mean(x^2) + eps) * weight, then times silu(gate), in float with one rounding.
+struct GatedNormArgs {
+  Dtype dtype;          // dtype of gate and out, and of x unless `wide_x`
+  bool wide_x;          // x is f32
+  HeadRows x, gate;     // [tokens, heads, size]; gate.data null: no gate
+  const float* weight;  // [size]
+  void* out;            // [tokens, heads, size]
+  float eps;
+  int64_t tokens;
+  int heads, size;
+};
+void gated_norm(const GatedNormArgs& args, cudaStream_t stream);
+
+// decay = rate * softplus(a + dt_bias);  beta = beta_scale * sigmoid(b), where the sigmoid is rounded to `dtype`.
+struct DeltaGatesArgs {
+  Dtype dtype;                  // dtype of a and b
+  const void *a, *b;            // [tokens, heads]
+  int64_t a_stride, b_stride;   // elements between tokens
+  const float *rate, *dt_bias;  // [heads]
+  float beta_scale;
+  float *decay, *beta;  // [tokens, heads]
+  int64_t tokens;
+  int heads;
+};
+void delta_gates(const DeltaGatesArgs& args, cudaStream_t stream);
 
 }  // namespace quire::cuda

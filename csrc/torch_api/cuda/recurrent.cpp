@@ -70,6 +70,7 @@ void linear_recurrence(const at::Tensor& q, const at::Tensor& k, const at::Tenso
       .beta = floats_of(beta),
       .states = states.data_ptr<float>(),
       .out = out.data_ptr<float>(),
+      .tokens = sizes.tokens,
       .heads = static_cast<int>(sizes.heads),
       .key_heads = static_cast<int>(sizes.key_heads),
       .keys = static_cast<int>(sizes.keys),
@@ -82,7 +83,49 @@ void linear_recurrence(const at::Tensor& q, const at::Tensor& k, const at::Tenso
   cuda::linear_recurrence(args, stream_of(v));
 }
 
+void gated_norm(const at::Tensor& x, const at::Tensor& weight, double eps, const MaybeTensor& gate,
+                const at::Tensor& out) {
+  const GatedNormSizes sizes = check_gated_norm(x, weight, gate, out, on_gpu(x));
+  const GatedNormArgs args{
+      .dtype = model_dtype_of("out", out),
+      .wide_x = x.scalar_type() == at::kFloat,
+      .x = head_rows_of(x),
+      .gate = gate ? head_rows_of(*gate) : HeadRows{},
+      .weight = weight.const_data_ptr<float>(),
+      .out = out.data_ptr(),
+      .eps = static_cast<float>(eps),
+      .tokens = sizes.tokens,
+      .heads = static_cast<int>(sizes.heads),
+      .size = static_cast<int>(sizes.size),
+  };
+  const c10::cuda::CUDAGuard guard(x.device());
+  cuda::gated_norm(args, stream_of(x));
+}
+
+void delta_gates(const at::Tensor& a, const at::Tensor& b, const at::Tensor& rate, const at::Tensor& dt_bias,
+                 double beta_scale, const at::Tensor& decay, const at::Tensor& beta) {
+  const DeltaGatesSizes sizes = check_delta_gates(a, b, rate, dt_bias, decay, beta, on_gpu(a));
+  const DeltaGatesArgs args{
+      .dtype = model_dtype_of("a", a),
+      .a = a.const_data_ptr(),
+      .b = b.const_data_ptr(),
+      .a_stride = a.stride(0),
+      .b_stride = b.stride(0),
+      .rate = rate.const_data_ptr<float>(),
+      .dt_bias = dt_bias.const_data_ptr<float>(),
+      .beta_scale = static_cast<float>(beta_scale),
+      .decay = decay.data_ptr<float>(),
+      .beta = beta.data_ptr<float>(),
+      .tokens = sizes.tokens,
+      .heads = static_cast<int>(sizes.heads),
+  };
+  const c10::cuda::CUDAGuard guard(a.device());
+  cuda::delta_gates(args, stream_of(a));
+}
+
 TORCH_LIBRARY_IMPL(quire, CUDA, m) {
+  m.impl("gated_norm", gated_norm);
+  m.impl("delta_gates", delta_gates);
   m.impl("causal_conv", causal_conv);
   m.impl("linear_recurrence", linear_recurrence);
 }

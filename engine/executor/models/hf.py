@@ -33,6 +33,7 @@ from quire.engine.executor.models.end_tokens import eos_ids
 from quire.engine.executor.models.experts import report_plain_experts, use_own_experts
 from quire.engine.executor.models.fused import ON_A_GPU, batch_dependence, fuse, is_fused
 from quire.engine.executor.models.host_memory import returned_when_freed
+from quire.engine.executor.models.linear import Linears
 from quire.engine.executor.models.mtp import MtpHead, find_mtp
 from quire.engine.executor.models.precision import check_dtype
 from quire.engine.executor.models.probe import Proof, probe, prove_served
@@ -46,6 +47,7 @@ from quire.engine.executor.models.quantised.quantised_experts import (
 )
 from quire.engine.executor.models.quantised.quantising import Quantising, check_kind
 from quire.engine.executor.models.recurrent import families
+from quire.engine.executor.models.recurrent.plain_modules import swap_plain_modules
 from quire.engine.executor.models.recurrent.proof import probe_recurrent, prove_recurrent
 from quire.engine.executor.models.recurrent.states import StateShape
 from quire.engine.executor.models.served_config import check_length, positions_of, read_config, served_part
@@ -221,6 +223,8 @@ def prove_states(
     proof = probe_recurrent(module, max_model_len)
     proof = proof._replace(layers=cached_layers(module.config.model_type, proof.layers, module.device))
     states = families.replace_layers(module)
+    if module.device.type == "cuda":
+        swap_plain_modules(module, Linears(ordered=False, dtype=module.dtype))
     swap_modules(module, max_model_len, decoder=False, sites=None, **swap)
     prove_recurrent(module, proof, states, quantises_activations=quantises_activations)
     return Proved(proof.layers, states, proof.vocab_size, None, ())

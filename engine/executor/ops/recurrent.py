@@ -67,3 +67,36 @@ def linear_recurrence(
     where = rows, q_start, lens, keeps
     torch.ops.quire.linear_recurrence.default(q, k, v, decay, beta, q_scale, eps, states, *where, out)
     return out
+
+
+def gated_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension, times silu(gate) if there is a gate.
+
+    x [T, heads, size] float32 or `dtype`; gate the same shape, `dtype`; weight [size] float32; the result `dtype`.
+    Computed in float32 and rounded once.  x and gate may have any strides as long as rows of `size` are contiguous.
+    """
+    if x.device.type == "cpu":
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight
+        return (normed if gate is None else normed * torch.nn.functional.silu(gate.float())).to(dtype)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    torch.ops.quire.gated_norm.default(x, weight, eps, gate, out)
+    return out
+
+
+def delta_gates(
+    a: torch.Tensor, b: torch.Tensor, rate: torch.Tensor, dt_bias: torch.Tensor, beta_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `decay` and `beta` of `linear_recurrence`, each [T, heads] float32, for Gated DeltaNet.
+
+    decay = rate * softplus(a + dt_bias);  beta = beta_scale * sigmoid(b), where the sigmoid has the dtype of b.
+    a, b [T, heads], rows contiguous; rate, dt_bias [heads] float32.
+    """
+    if a.device.type == "cpu":
+        return rate * torch.nn.functional.softplus(a.float() + dt_bias), b.sigmoid().float() * beta_scale
+    decay = torch.empty(a.shape, dtype=torch.float32, device=a.device)
+    beta = torch.empty_like(decay)
+    torch.ops.quire.delta_gates.default(a, b, rate, dt_bias, beta_scale, decay, beta)
+    return decay, beta

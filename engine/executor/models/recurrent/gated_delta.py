@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from quire.engine.executor import ops
+from quire.engine.executor.models.linear import Linears
 from quire.engine.executor.models.recurrent.layers import Convolution, negative_exp, recur
 from quire.engine.executor.models.recurrent.states import StateShape
 from quire.engine.executor.step_tensors import StepTensors
@@ -55,6 +57,25 @@ def separate(layer: Any, x: Tensor) -> Projected:
     return Projected(qkv, layer.g_proj(x), layer.b_proj(x), layer.a_proj(x))
 
 
+def merged(layer: Any, x: Tensor) -> Projected:
+    """One linear layer for all, after `GatedDelta.merge`: q, k, v, z, b and a follow one another."""
+    inner = layer.heads * layer.values
+    sizes = [2 * layer.key_heads * layer.keys + inner, inner, layer.heads, layer.heads]
+    return Projected(*layer.in_proj(x).split(sizes, dim=1))
+
+
+# Input projections by name, in the order of `merged`.
+MERGED: dict[Callable[[Any, Tensor], Projected], tuple[str, ...]] = {
+    joined: ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    separate: ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"),
+}
+
+
+def of_one_type(linears: list[nn.Linear]) -> bool:
+    """Whether all layers are of one type, so that one GEMM can replace them: plain, or quantised."""
+    return len({type(linear) for linear in linears}) == 1
+
+
 class GatedDelta(nn.Module):
     """Replaces a Gated DeltaNet module of transformers: [1, T, hidden] -> [1, T, hidden]."""
 
@@ -66,10 +87,11 @@ class GatedDelta(nn.Module):
         self.conv = Convolution(plain.conv1d, silu=True)
         self.rate, self.dt_bias = negative_exp(plain.A_log), plain.dt_bias.detach().float()
         self.beta_scale = 2.0 if getattr(plain, "allow_neg_eigval", False) else 1.0  # OLMo Hybrid
-        for name, child in plain.named_children():  # the linear layers and the norm, under their own names
-            if name != "conv1d":
+        norm: Any = plain.o_norm if hasattr(plain, "o_norm") else plain.norm
+        self.norm_weight, self.norm_eps = norm.weight.detach().float(), float(norm.variance_epsilon)
+        for name, child in plain.named_children():  # the linear layers, under their own names
+            if name not in {"conv1d", "o_norm", "norm"}:
                 self.add_module(name, child)
-        self.norm_name = "o_norm" if hasattr(plain, "o_norm") else "norm"
         self.out_name = "o_proj" if hasattr(plain, "o_proj") else "out_proj"
         self.project = project
         self.state = StateShape(self.layer, self.conv.state, (self.heads, self.keys, self.values))
@@ -79,18 +101,28 @@ class GatedDelta(nn.Module):
         qkv, z, b, a = self.project(self, x)
         width = self.key_heads * self.keys
         q, k, v = self.conv(qkv, step, self.layer).split([width, width, self.heads * self.values], dim=1)
+        decay, beta = ops.delta_gates(a, b, self.rate, self.dt_bias, self.beta_scale)
         mixed = recur(
             q.unflatten(1, (self.key_heads, self.keys)),
             k.unflatten(1, (self.key_heads, self.keys)),
             v.unflatten(1, (self.heads, self.values)),
-            self.rate * nn.functional.softplus(a.float() + self.dt_bias),
-            b.sigmoid().float() * self.beta_scale,
+            decay,
+            beta,
             step,
             self.layer,
             q_scale=self.keys**-0.5,
             eps=UNIT_EPS,
         )
-        norm, out_proj = getattr(self, self.norm_name), getattr(self, self.out_name)
-        gated = norm(mixed.to(x.dtype).view(-1, self.values), z.reshape(-1, self.values))
-        out: Tensor = out_proj(gated.view(len(x), -1))
+        gate = z.unflatten(1, (self.heads, self.values))
+        gated = ops.gated_norm(mixed, self.norm_weight, self.norm_eps, gate, x.dtype)
+        out: Tensor = getattr(self, self.out_name)(gated.flatten(1))
         return out[None]
+
+    def merge(self, linears: Linears) -> None:
+        """Make one linear layer of the input projections, if their outputs are not ordered by key head."""
+        names = MERGED.get(self.project, ())
+        if names and of_one_type(parts := [getattr(self, name) for name in names]):
+            self.in_proj = linears.product(*parts)
+            for name in names:
+                delattr(self, name)
+            self.project = merged
