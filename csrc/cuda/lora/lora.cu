@@ -95,21 +95,33 @@ __device__ uint2 read_h(const LoraExpandArgs& a, const int4& tile, int row, int 
   return {pack<T>(sum.x, sum.y), pack<T>(sum.z, sum.w)};
 }
 
-// Adds B h of the tile's rows.
-template <class T>
-__device__ void add_product(const LoraExpandArgs& a, const int4& tile, const Expansion<T>& b, Deltas& deltas) {
+// Adds B h of 16 * kHalves rows of the tile, from `first` on.
+template <class T, int kHalves>
+__device__ void add_product(const LoraExpandArgs& a, const int4& tile, const Expansion<T>& b, DeltasOf<kHalves>& deltas,
+                            int first = 0) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   for (int block = 0; block < b.rank_blocks; ++block) {
     uint4 low, high;
     b.load(block, low, high);
     const int rank = b.first_rank + block * kLoraRanks + 4 * t;
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      if (16 * m >= tile.z) break;
-      const uint2 near = read_h<T>(a, tile, 16 * m + g, rank), far = read_h<T>(a, tile, 16 * m + 8 + g, rank);
-      deltas.add<T>(m, {near.x, far.x, near.y, far.y}, low, high);
+    for (int m = 0; m < kHalves; ++m) {
+      const int row = first + 16 * m + g;
+      if (row - g >= tile.z) break;
+      const uint2 near = read_h<T>(a, tile, row, rank), far = read_h<T>(a, tile, row + 8, rank);
+      deltas.template add<T>(m, {near.x, far.x, near.y, far.y}, low, high);
     }
   }
+}
+
+// Adds B h to y of 16 rows of the tile, from `first` on, in registers; the sums are rounded.
+template <class T>
+__device__ void add_product(const LoraExpandArgs& a, const int4& tile, const Expansion<T>& b, int first,
+                            Pack<T, 8> (&y)[2]) {
+  DeltasOf<1> deltas = {};
+  add_product(a, tile, b, deltas, first);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) y[i] = sum_of(y[i], deltas, i);
 }
 
 /* y[row] += B h, or deltas[row] = B h.  Grid (feature blocks of all parts / 4, tiles): a warp per feature block. */
@@ -138,32 +150,41 @@ __global__ void __launch_bounds__(kThreads) expand_kernel(LoraExpandArgs a) {
 }
 
 /* out = silu(gate) * up, where y + B h has `features` columns of gate, then as many of up.
- * Grid (feature blocks / 4, tiles + the step's rows / 32): the CTAs after those of the tiles compute rows without an
- * adapter. */
-template <class T>
-__global__ void __launch_bounds__(kThreads) expand_silu_kernel(LoraExpandArgs a) {
+ * Grid (feature blocks / 4, tiles).  The CTAs of each tile, of the last tile first, also compute 32 rows of the step
+ * without an adapter.  A warp computes 16 rows at a time: with fewer registers, 7 CTAs per multiprocessor, the CTAs of
+ * 256 rows run in one wave.  kComplete: splits is 0. */
+template <class T, bool kComplete>
+__global__ void __launch_bounds__(kThreads, kComplete ? 7 : 4) expand_silu_kernel(LoraExpandArgs a) {
   let_next_kernel_start();
+  if (kComplete) a.splits = 0;  // known to the compiler, which then needs fewer registers
   const int size = a.features[0], block = blockIdx.x * kWarps + threadIdx.x / 32;
   const int feature = block * kLoraFeatures + threadIdx.x % 4 * 8;
-  if (static_cast<int>(blockIdx.y) >= a.tile_count) {
-    wait_for_previous_kernels();
-    return activate_plain_rows<T>(a, feature, (blockIdx.y - a.tile_count) * kLoraRows);
-  }
   const int4 tile = a.tiles[blockIdx.y];
-  if (tile.x < 0 || block * kLoraFeatures >= size) return wait_for_previous_kernels();
+  if (block * kLoraFeatures >= size) return wait_for_previous_kernels();
   const Expansion<T> gate(a, tile.x, 0, block), up(a, tile.x, 1, block);
-  const LaneRows<> rows(a, tile);
   wait_for_previous_kernels();
-  Pack<T, 8> gate_of[4], up_of[4];
-  if (feature < size) {
-    const T* const y = static_cast<const T*>(a.y) + feature;
-    rows.read(gate_of, y, a.y_stride);
-    rows.read(up_of, y + size, a.y_stride);
+#pragma unroll 1
+  for (int first = 0; tile.x >= 0 && first < tile.z; first += 16) {
+    const LaneRows<2> rows(a, tile, first);
+    Pack<T, 8> gates[2], ups[2];
+    if (feature < size) {
+      const T* const y = static_cast<const T*>(a.y) + feature;
+      rows.read(gates, y, a.y_stride);
+      rows.read(ups, y + size, a.y_stride);
+    }
+    add_product(a, tile, gate, first, gates);
+    add_product(a, tile, up, first, ups);
+    if (feature >= size) continue;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (rows.of[i] < 0) continue;
+      store_pack(static_cast<T*>(a.out) + rows.of[i] * a.out_stride + feature, activated(gates[i], ups[i]));
+    }
   }
-  Deltas gates = {}, ups = {};
-  add_product(a, tile, gate, gates);
-  add_product(a, tile, up, ups);
-  if (feature < size) activate(a, rows, gate_of, gates, up_of, ups, feature);
+#pragma unroll 1
+  for (int at = gridDim.y - 1 - blockIdx.y; at * kLoraRows < a.rows; at += gridDim.y) {
+    activate_plain_rows<T>(a, feature, at * kLoraRows);
+  }
 }
 
 int ctas_of(int features) { return (features + kLoraFeatures * kWarps - 1) / (kLoraFeatures * kWarps); }
@@ -179,8 +200,9 @@ void expand_all_parts(const LoraExpandArgs& a, cudaStream_t stream) {
 template <class T>
 void expand(const LoraExpandArgs& a, cudaStream_t stream) {
   if (a.out != nullptr) {
-    const dim3 grid(ctas_of(a.features[0]), a.tile_count + (a.rows + kLoraRows - 1) / kLoraRows);
-    return launch(expand_silu_kernel<T>, grid, kThreads, 0, stream, a);
+    const dim3 grid(ctas_of(a.features[0]), a.tile_count);
+    const auto kernel = a.splits == 0 ? expand_silu_kernel<T, true> : expand_silu_kernel<T, false>;
+    return launch(kernel, grid, kThreads, 0, stream, a);
   }
   expand_all_parts<T, false>(a, stream);
 }

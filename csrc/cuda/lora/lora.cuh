@@ -41,10 +41,11 @@ __device__ void add_up_warps(const float (&sums)[kTiles][4], float4 (&all_sums)[
   if (token + 1 < rows) to[stride] = s.y, to[stride + 8] = s.w;
 }
 
-// B h of up to 32 rows and 32 features of a part, in the registers of a warp.  A lane has 8 features, from 8 (lane % 4)
-// on, of rows 16 m + lane / 4 and 16 m + lane / 4 + 8 for m = 0, 1.
-struct Deltas {
-  float of[2][4][4];  // m, pair of features, (row, row + 8) x 2 features as an mma result
+// B h of up to 16 * kHalves rows and 32 features of a part, in the registers of a warp.  A lane has 8 features, from
+// 8 (lane % 4) on, of rows 16 m + lane / 4 and 16 m + lane / 4 + 8 for m < kHalves.
+template <int kHalves>
+struct DeltasOf {
+  float of[kHalves][4][4];  // m, pair of features, (row, row + 8) x 2 features as an mma result
 
   __device__ float at(int m, bool further, int feature) const {
     return of[m][feature / 2][(further ? 2 : 0) + feature % 2];
@@ -59,6 +60,7 @@ struct Deltas {
     mma16816<T>(of[m][3], rows, {high.z, high.w});
   }
 };
+using Deltas = DeltasOf<kLoraRows / 16>;
 
 // The packed blocks of B of one feature block.
 template <class T>
@@ -88,16 +90,16 @@ struct Expansion {
   }
 };
 
-// The rows of the step that a lane of a warp has in a tile of up to 8 * kCount: of[2 m + r] is row
-// 16 m + 8 r + lane / 4; -1: none.
+// The rows of the step that a lane of a warp has in 8 * kCount rows of a tile, from `first` on: of[2 m + r] is row
+// first + 16 m + 8 r + lane / 4; -1: none.
 template <int kCount = kTokenTiles>
 struct LaneRows {
   int of[kCount];
 
-  __device__ LaneRows(const LoraRows& a, const int4& tile) {
+  __device__ LaneRows(const LoraRows& a, const int4& tile, int first = 0) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const int at = 8 * i + threadIdx.x % 32 / 4;
+      const int at = first + 8 * i + threadIdx.x % 32 / 4;
       of[i] = at < tile.z ? a.order[tile.y + at] : -1;
     }
   }
@@ -111,8 +113,8 @@ struct LaneRows {
 };
 
 // Returns eight values of y plus the lane's deltas of its i-th row, rounded.
-template <class T>
-__device__ Pack<T, 8> sum_of(const Pack<T, 8>& y, const Deltas& deltas, int i) {
+template <class T, int kHalves>
+__device__ Pack<T, 8> sum_of(const Pack<T, 8>& y, const DeltasOf<kHalves>& deltas, int i) {
   float x[8];
   widen(y, x);
 #pragma unroll
