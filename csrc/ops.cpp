@@ -69,11 +69,12 @@ TORCH_LIBRARY(quire, m) {
   //                   caches
   //   cos, sin        [T, D]
   //   caches, kv_indices, scales  as in kv_write
-  //   q_norm, k_norm  [D]: rms_norm of each query and key head before the rotation, rounded to the dtype of qkv
+  //   q_norm, k_norm  [D]: rms_norm of each query and key head before the rotation, rounded to the dtype of qkv; the
+  //                   weight is norm_offset + these
   // Element i of a head is rotated with element i + D / 2.
   m.def(
       "rope_kv_write(Tensor(a!) qkv, Tensor cos, Tensor sin, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor kv_indices, "
-      "Tensor? q_norm, Tensor? k_norm, float eps, Tensor? scales) -> ()");
+      "Tensor? q_norm, Tensor? k_norm, float eps, Tensor? scales, float norm_offset) -> ()");
 
   // For each slot the device has a row of the block tables, the next input token and its position.  In the following
   // three operators slots [n] i32 lists the decoding slots, in the order of the step; -1 is padding.

@@ -37,10 +37,11 @@ Floats sum_of_squares(const T* x, int64_t size) {
   return squares;
 }
 
-// to = from * scale * weight.  `to` may equal `from`.
+// to = from * scale * (weight + offset).  `to` may equal `from`.
 template <class T>
-void apply_norm(T* to, const T* from, const T* weight, Floats scale, int64_t size) {
-  over_lanes(size, [&](int64_t i, auto n) { write(to + i, read(from + i, n) * scale * read(weight + i, n), n); });
+void apply_norm(T* to, const T* from, const T* weight, Floats scale, int64_t size, float offset = 0.0f) {
+  over_lanes(size,
+             [&](int64_t i, auto n) { write(to + i, read(from + i, n) * scale * (read(weight + i, n) + offset), n); });
 }
 
 // Returns x / scale for an e4m3 cache, and x for other caches.
@@ -91,7 +92,7 @@ void rope_kv_write(const RopeArgs<T>& a) {
     const T *c = a.cos + t * a.cos_stride, *s = a.sin + t * a.sin_stride;
     for (int64_t h = 0; h < heads; ++h) {
       T* q = a.qkv.at(t, h);
-      if (a.q_norm) apply_norm(q, q, a.q_norm, norm_scale(sum_of_squares(q, size), size, a.eps), size);
+      if (a.q_norm) apply_norm(q, q, a.q_norm, norm_scale(sum_of_squares(q, size), size, a.eps), size, a.norm_offset);
       rotate(q, q, c, s, size, broadcast(1.0f));
     }
     if (a.kv_indices[t] < 0) return;
@@ -103,7 +104,7 @@ void rope_kv_write(const RopeArgs<T>& a) {
       const T* key = a.qkv.at(t, heads + h);
       const T* value = a.qkv.at(t, heads + kv_heads + h);
       if (a.k_norm) {
-        apply_norm(normed, key, a.k_norm, norm_scale(sum_of_squares(key, size), size, a.eps), size);
+        apply_norm(normed, key, a.k_norm, norm_scale(sum_of_squares(key, size), size, a.eps), size, a.norm_offset);
         key = normed;
       }
       const int64_t at = h * a.block_size * size;

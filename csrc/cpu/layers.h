@@ -36,6 +36,7 @@ struct RopeArgs {
   int64_t cos_stride, sin_stride;
   const T *q_norm, *k_norm;  // [size], or both null
   float eps;
+  float norm_offset;  // added to the elements of q_norm and k_norm
   Cache k_cache, v_cache;
   const float* scales;        // [2, kv_heads] if the caches are e4m3
   const int64_t* kv_indices;  // [tokens]

@@ -1,12 +1,12 @@
 """Measure what the prefix cache costs on requests that share no prefix, in pairs.
 
-    python -m quire.loadtest.studies cache-cost MODEL [--requests 8] [--prompt 512] [--new 64] [--rounds 7]
+    python -m quire.loadtest.studies cache-cost MODEL [--requests 8] [--prompt 512] [--new 64] [--rounds 7] [--wall]
 
 and any option of an engine.  Two engines are loaded: one with the prefix cache, one without.  Each round computes the
 same new random prompts with both, the order alternates.  With recurrent layers the first one also writes checkpoints.
 
 Prints one line of JSON: CPU ms per token (prompts included) of the loop's thread, and median, minimum and maximum of
-the ratios over the rounds.  With --threads 1 that is all computation on a CPU.
+the ratios over the rounds.  With --threads 1 that is all computation on a CPU.  --wall: elapsed time, for a GPU.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -31,11 +32,11 @@ from quire.engine.wire.messages import Sampling
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 
 
-def cpu_ms(llm: LLM, prompts: list[list[int]], new: int) -> float:
-    """Return the CPU ms per token, prompts included, of answers to all prompts at once."""
-    began = time.thread_time()
+def ms_per_token(llm: LLM, prompts: list[list[int]], new: int, clock: Callable[[], float]) -> float:
+    """Return the ms per token, prompts included, of answers to all prompts at once."""
+    began = clock()
     llm.generate(prompts, GREEDY, max_new_tokens=new)
-    return 1e3 * (time.thread_time() - began) / sum(len(prompt) + new for prompt in prompts)
+    return 1e3 * (clock() - began) / sum(len(prompt) + new for prompt in prompts)
 
 
 def main(argv: list[str]) -> int:
@@ -46,7 +47,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--wall", action="store_true")
     own, rest = parser.parse_known_args(argv)
+    kind, clock = ("wall", time.perf_counter) if own.wall else ("cpu", time.thread_time)
     config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
     # Measured times must not decide how prompts are cut into steps.
     config = msgspec.structs.replace(config, itl_stretch=0.0, step_target_s=0.0)
@@ -61,7 +64,7 @@ def main(argv: list[str]) -> int:
         for turn in range(-1, own.rounds):  # the first one warms up
             prompts = [[rng.randrange(3, vocab) for _ in range(own.prompt)] for _ in range(own.requests)]
             for cached in (True, False) if turn % 2 else (False, True):
-                spent = cpu_ms(engines[cached], prompts, own.new)
+                spent = ms_per_token(engines[cached], prompts, own.new, clock)
                 if turn >= 0:
                     times[cached].append(spent)
         for llm in engines.values():
@@ -75,8 +78,8 @@ def main(argv: list[str]) -> int:
         "requests": own.requests,
         "prompt": own.prompt,
         "new": own.new,
-        "cached_cpu_ms": round(statistics.median(times[True]), 4),
-        "uncached_cpu_ms": round(statistics.median(times[False]), 4),
+        f"cached_{kind}_ms": round(statistics.median(times[True]), 4),
+        f"uncached_{kind}_ms": round(statistics.median(times[False]), 4),
         "ratio": round(statistics.median(ratios), 4),
         "ratio_minimum": round(min(ratios), 4),
         "ratio_maximum": round(max(ratios), 4),

@@ -67,6 +67,25 @@ def test_silu_mul_far_out() -> None:
     assert out[5].isnan()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [128, 256, 6])
+def test_the_offset_of_a_norm_is_added_before_rounding(dtype: torch.dtype, size: int) -> None:
+    """The weights plus the offset are exact in every dtype, so they can be given as one."""
+    norms = torch.randint(-8, 8, (2, size), device=CUDA) / 8
+    for tokens in (5, 300):
+        qkv = torch.randn(tokens, 8, size, device=CUDA).to(dtype)
+        cos, sin = torch.randn(2, tokens, size, device=CUDA).to(dtype)
+        found = []
+        for offset in (0.0, 1.0):
+            ours, caches = qkv.clone(), torch.zeros(2, 20, 2, 16, size, device=CUDA).to(dtype)
+            q_norm, k_norm = (norms + 1 - offset).to(dtype)
+            how = {"q_norm": q_norm, "k_norm": k_norm, "eps": 1e-6, "norm_offset": offset}
+            ops.rope_kv_write(ours, cos, sin, caches[0], caches[1], torch.arange(tokens, device=CUDA), **how)
+            found.append((ours, caches))
+        assert torch.equal(found[0][0], found[1][0])
+        assert torch.equal(found[0][1], found[1][1])
+
+
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [64, 80, 96, 128, 256, 6])

@@ -43,6 +43,7 @@ struct RopeArgs {
   int64_t cos_stride, sin_stride;
   const void *q_norm, *k_norm;  // [size], or both null
   float eps;
+  float norm_offset;  // added to the elements of q_norm and k_norm
   KvTarget to;
   int64_t tokens;
   int heads, kv_heads, size;  // size even, at most kMaxRope

@@ -81,10 +81,11 @@ __global__ void __launch_bounds__(kMaxThreads) rope_kv_write_kernel(RopeArgs a) 
         for (int i = 0; i < kPacks; ++i) {
           float weight[kWidth];
           widen(weight_low[i], weight);
-          for (int j = 0; j < kWidth; ++j) turned_low[i][j] = turned_low[i][j] * inverse * weight[j];
+          for (int j = 0; j < kWidth; ++j) turned_low[i][j] = turned_low[i][j] * inverse * (weight[j] + a.norm_offset);
           widen(narrow<T>(turned_low[i]), turned_low[i]);
           widen(weight_high[i], weight);
-          for (int j = 0; j < kWidth; ++j) turned_high[i][j] = turned_high[i][j] * inverse * weight[j];
+          for (int j = 0; j < kWidth; ++j)
+            turned_high[i][j] = turned_high[i][j] * inverse * (weight[j] + a.norm_offset);
           widen(narrow<T>(turned_high[i]), turned_high[i]);
         }
       }

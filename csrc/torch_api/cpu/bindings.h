@@ -14,7 +14,8 @@ void packed_linear(const at::Tensor& x, const at::Tensor& packed, const std::opt
 
 void rope_kv_write(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& k_cache,
                    const at::Tensor& v_cache, const at::Tensor& kv_indices, const std::optional<at::Tensor>& q_norm,
-                   const std::optional<at::Tensor>& k_norm, double eps, const std::optional<at::Tensor>& scales);
+                   const std::optional<at::Tensor>& k_norm, double eps, const std::optional<at::Tensor>& scales,
+                   double norm_offset);
 
 void paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
                      const at::Tensor& tables, const at::Tensor& rows, const at::Tensor& q_start,

@@ -77,7 +77,7 @@ void decoder_layers(const at::Tensor& x, const at::Tensor& cos, const at::Tensor
     TORCH_CHECK_VALUE(group >= 0 && group < static_cast<int64_t>(tables.size()), "groups: layer ", layer, " has ",
                       group, ", of ", tables.size());
     multiply(0, x, weight(0), false, std::nullopt, flat_qkv);
-    rope_kv_write(qkv, cos, sin, keys, values, kv_indices[group], weight(1), weight(2), head_eps, of_cache);
+    rope_kv_write(qkv, cos, sin, keys, values, kv_indices[group], weight(1), weight(2), head_eps, of_cache, 0.0);
     paged_attention(queries, keys, values, tables[group], rows, q_start, lens, of_cache, std::nullopt, 0, no_plan,
                     scale, windows[layer], 0.0, attended);
     multiply(1, flat_attended, std::nullopt, false, x, x);

@@ -35,7 +35,8 @@ void silu_mul(const at::Tensor& gate_up, const at::Tensor& out) {
 
 void rope_kv_write(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& k_cache,
                    const at::Tensor& v_cache, const at::Tensor& kv_indices, const std::optional<at::Tensor>& q_norm,
-                   const std::optional<at::Tensor>& k_norm, double eps, const std::optional<at::Tensor>& scales) {
+                   const std::optional<at::Tensor>& k_norm, double eps, const std::optional<at::Tensor>& scales,
+                   double norm_offset) {
   const RopeSizes sizes =
       check_rope_kv_write(qkv, cos, sin, k_cache, v_cache, kv_indices, q_norm, k_norm, scales, kMaxRope, on_cpu());
   const int64_t* kv_index = kv_indices.const_data_ptr<int64_t>();
@@ -52,6 +53,7 @@ void rope_kv_write(const at::Tensor& qkv, const at::Tensor& cos, const at::Tenso
         .q_norm = q_norm ? data_of(*q_norm) : nullptr,
         .k_norm = k_norm ? data_of(*k_norm) : nullptr,
         .eps = static_cast<float>(eps),
+        .norm_offset = static_cast<float>(norm_offset),
         .k_cache = bytes_of(k_cache),
         .v_cache = bytes_of(v_cache),
         .scales = sizes.scales,

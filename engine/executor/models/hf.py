@@ -47,6 +47,7 @@ from quire.engine.executor.models.quantised.quantised_experts import (
 )
 from quire.engine.executor.models.quantised.quantising import Quantising, check_kind
 from quire.engine.executor.models.recurrent import families
+from quire.engine.executor.models.recurrent.gated_attention import swap_attention
 from quire.engine.executor.models.recurrent.plain_modules import swap_plain_modules
 from quire.engine.executor.models.recurrent.proof import probe_recurrent, prove_recurrent
 from quire.engine.executor.models.recurrent.states import StateShape
@@ -221,10 +222,14 @@ def prove_states(
 ) -> Proved:
     """Verify a model with recurrent layers against transformers, and replace these layers by our modules."""
     proof = probe_recurrent(module, max_model_len)
-    proof = proof._replace(layers=cached_layers(module.config.model_type, proof.layers, module.device))
+    layers = cached_layers(module.config.model_type, proof.layers, module.device)
     states = families.replace_layers(module)
     if module.device.type == "cuda":
-        swap_plain_modules(module, Linears(ordered=False, dtype=module.dtype))
+        linears = Linears(ordered=False, dtype=module.dtype)
+        if layers == proof.layers:  # heads are not padded
+            swap_attention(module, max_model_len, linears)
+        swap_plain_modules(module, linears)
+    proof = proof._replace(layers=layers)
     swap_modules(module, max_model_len, decoder=False, sites=None, **swap)
     prove_recurrent(module, proof, states, quantises_activations=quantises_activations)
     return Proved(proof.layers, states, proof.vocab_size, None, ())

@@ -106,6 +106,7 @@ def rope_kv_write(
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
     scales: torch.Tensor | None = None,
+    norm_offset: float = 0.0,
 ) -> None:
     """Apply rotary embedding to queries, in place, and write rotated keys and the values to the cache.
 
@@ -113,9 +114,11 @@ def rope_kv_write(
     cos, sin    [T, D], rows contiguous (say, halves of a table [positions, 2 * D]).  head[i] of the first half becomes
                 head[i] * cos[i] - head[i + D / 2] * sin[i]; the second half has + in place of -
     caches, kv_indices, scales  as in `kv_write`
-    q_norm, k_norm  [D]: `rms_norm` with `eps` of every query and key head before the rotation
+    q_norm, k_norm  [D]: `rms_norm` with `eps` of every query and key head before the rotation; its weight is
+                    norm_offset + these
     """
-    torch.ops.quire.rope_kv_write.default(qkv, cos, sin, k_cache, v_cache, kv_indices, q_norm, k_norm, eps, scales)
+    norms = q_norm, k_norm, eps
+    torch.ops.quire.rope_kv_write.default(qkv, cos, sin, k_cache, v_cache, kv_indices, *norms, scales, norm_offset)
 
 
 def block_copy(caches: list[torch.Tensor], pairs: torch.Tensor) -> None:

@@ -97,7 +97,11 @@ class GatedDelta(nn.Module):
         self.state = StateShape(self.layer, self.conv.state, (self.heads, self.keys, self.values))
 
     def forward(self, hidden_states: Tensor, *_: Any, step: StepTensors, **others: Any) -> Tensor:
-        x = hidden_states[0]
+        out: Tensor = getattr(self, self.out_name)(self.mix(hidden_states[0], None, step))
+        return out[None]
+
+    def mix(self, x: Tensor, _angles: Any, step: StepTensors) -> Tensor:
+        """Return the input of the output projection: [T, hidden] -> [T, heads * values]."""
         qkv, z, b, a = self.project(self, x)
         width = self.key_heads * self.keys
         q, k, v = self.conv(qkv, step, self.layer).split([width, width, self.heads * self.values], dim=1)
@@ -114,12 +118,17 @@ class GatedDelta(nn.Module):
             eps=UNIT_EPS,
         )
         gate = z.unflatten(1, (self.heads, self.values))
-        gated = ops.gated_norm(mixed, self.norm_weight, self.norm_eps, gate, x.dtype)
-        out: Tensor = getattr(self, self.out_name)(gated.flatten(1))
-        return out[None]
+        return ops.gated_norm(mixed, self.norm_weight, self.norm_eps, gate, x.dtype).flatten(1)
+
+    def add(self, x: Tensor, angles: Any, step: StepTensors, plus: Tensor) -> Tensor:
+        """Return `plus` with the layer's output added, in place: [T, hidden].  After `merge` only."""
+        out: Tensor = getattr(self, self.out_name)(self.mix(x, angles, step), plus)
+        return out
 
     def merge(self, linears: Linears) -> None:
-        """Make one linear layer of the input projections, if their outputs are not ordered by key head."""
+        """Make one linear layer of the input projections, if their outputs are not ordered by key head, and let the
+        output projection add to the residual stream."""
+        setattr(self, self.out_name, linears.product(getattr(self, self.out_name)))
         names = MERGED.get(self.project, ())
         if names and of_one_type(parts := [getattr(self, name) for name in names]):
             self.in_proj = linears.product(*parts)

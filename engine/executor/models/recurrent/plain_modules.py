@@ -4,8 +4,9 @@
     gate, up, down     -> GatedMLP      two GEMMs, of which the first applies silu and the multiplication
     q, k, v, o         -> GpuLinear     our GEMM for few tokens, which reads weights faster than the library's
     input projections  -> one GEMM      of Gated DeltaNet
+    decoder layer      -> PreNormLayer  output projections add to the residual stream
 
-A decoder of one of these families stays transformers' own: `fused.py` replaces decoders with only attention layers.
+The model around the layers stays transformers' own: `fused.py` replaces decoders with only attention layers.
 The proof at load compares the model with its own forward after the swap.
 """
 
@@ -18,7 +19,9 @@ from transformers import PreTrainedModel
 
 from quire.engine.executor import ops
 from quire.engine.executor.models.linear import GpuLinear, Linears
+from quire.engine.executor.models.recurrent.gated_attention import GatedAttention
 from quire.engine.executor.models.recurrent.gated_delta import GatedDelta, of_one_type
+from quire.engine.executor.step_tensors import StepTensors
 
 # RMSNorms by the name of their class in transformers.  The value is added to the weight.
 NORMS = {
@@ -42,10 +45,12 @@ MLPS = {
     "Qwen3_5MLP": _GATE_UP,
     "Qwen3_5MoeMLP": _GATE_UP,
 }
+# Decoder layers that are x + mixer(norm(x)), then x + mlp(norm(x)).
+LAYERS = {"Qwen3NextDecoderLayer", "Qwen3_5DecoderLayer", "Qwen3_5MoeDecoderLayer"}
 
 
 class Norm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight: [1, T, size] or [1, T, heads, size], the same shape out."""
+    """x / sqrt(mean(x^2) + eps) * weight: [T, size], [1, T, size] or [1, T, heads, size], the same shape out."""
 
     def __init__(self, plain: Any, offset: float) -> None:
         super().__init__()
@@ -71,6 +76,28 @@ class GatedMLP(nn.Module):
         y: Tensor = self.down_proj(self.gate_up_proj(x.reshape(-1, x.shape[-1])))
         return y.view(x.shape)
 
+    def add(self, x: Tensor, plus: Tensor) -> Tensor:
+        """Return `plus` with the MLP of x added, in place: [T, hidden]."""
+        out: Tensor = self.down_proj(self.gate_up_proj(x), plus)
+        return out
+
+
+class PreNormLayer(nn.Module):
+    """A decoder layer of LAYERS: [1, T, hidden] -> [1, T, hidden]; its input must not be used afterwards."""
+
+    def __init__(self, plain: Any, mixer: GatedAttention | GatedDelta) -> None:
+        super().__init__()
+        self.norm, self.mixer = plain.input_layernorm, mixer
+        self.mlp_norm, self.mlp = plain.post_attention_layernorm, plain.mlp
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *, step: StepTensors, **others: Any
+    ) -> Tensor:
+        x = hidden_states[0]
+        x = self.mixer.add(self.norm(x), position_embeddings, step, x)
+        out: Tensor = self.mlp.add(self.mlp_norm(x), x)
+        return out[None]
+
 
 def swap_plain_modules(model: PreTrainedModel, linears: Linears) -> None:
     """Swap these modules in place.  The model must be on its GPU, in its dtype."""
@@ -87,6 +114,12 @@ def swap_plain_modules(model: PreTrainedModel, linears: Linears) -> None:
                 setattr(parent, name, GatedMLP(parts, linears))
             elif type(child) is nn.Linear and calls_linears(parent):
                 setattr(parent, name, GpuLinear(child.weight.detach(), child.bias, child.weight.dtype, wide=False))
+    for parent in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
+        for at, layer in enumerate(parent):
+            if type(layer).__name__ in LAYERS and isinstance(layer.mlp, GatedMLP):
+                mixer = layer.self_attn if hasattr(layer, "self_attn") else layer.linear_attn
+                if isinstance(mixer, GatedAttention | GatedDelta):
+                    parent[at] = PreNormLayer(layer, mixer)
 
 
 def is_silu(mlp: nn.Module) -> bool:
