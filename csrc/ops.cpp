@@ -178,10 +178,11 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   //   down_bias     [E, hidden]
   //   activation    silu: silu(gate) * up;  clamped (gpt-oss): g * sigmoid(alpha * g) * (u + 1), where
   //                 g = min(gate, limit) and u = max(-limit, min(up, limit))
-  //   out           [T, hidden] += the sum over a token's experts of weight * (down activation(gate, up) + down_bias)
+  //   out           [T, hidden] = the sum over a token's experts of weight * (down activation(gate, up) + down_bias);
+  //                 add: is added to out
   m.def(
       "experts(Tensor x, Tensor chosen, Tensor weights, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
-      "Tensor? down_bias, str activation, float alpha, float limit, Tensor(a!) out) -> ()");
+      "Tensor? down_bias, str activation, float alpha, float limit, bool add, Tensor(a!) out) -> ()");
   // `experts` with quantised weights, in the layout of experts_layout.h.  hidden and inner are multiples of 64.  A GPU
   // must be a Hopper with x in bfloat16, and supports mxfp4 with `clamped` and fp8 with `silu`, any number of tokens.
   //   format   mxfp4 or fp8
@@ -189,7 +190,7 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   //   down     [E, ceil(hidden / 128), inner / 64, 2, tile bytes] u8
   m.def(
       "experts_packed(Tensor x, Tensor chosen, Tensor weights, str format, Tensor gate_up, Tensor? gate_up_bias, "
-      "Tensor down, Tensor? down_bias, str activation, float alpha, float limit, Tensor(a!) out) -> ()");
+      "Tensor down, Tensor? down_bias, str activation, float alpha, float limit, bool add, Tensor(a!) out) -> ()");
 }
 
 // Linear layers with packed weights, on a CPU.

@@ -171,7 +171,7 @@ void experts(const ExpertsArgs<T>& a) {
       add_expert(a, token, a.chosen[pair], a.weights[pair]);
     }
     T* const out = a.out + token * a.hidden;
-    for (int64_t i = 0; i < a.hidden; ++i) put(out, i, number(out, i) + rounded<T>(totals[i]));
+    for (int64_t i = 0; i < a.hidden; ++i) put(out, i, (a.add ? number(out, i) : 0.0f) + rounded<T>(totals[i]));
   });
 }
 

@@ -36,15 +36,16 @@ struct ExpertsArgs {
   const T* down_bias;     // [experts, hidden], or null
   T* between;             // [tokens, inner], scratch
   float* totals;          // [tokens, hidden], scratch
-  T* out;                 // [tokens, hidden]; the experts' output is added to it
+  T* out;                 // [tokens, hidden]
+  bool add;               // add to out; if false, overwrite it
   int64_t tokens, top, hidden, inner;
   bool clamped;  // g * sigmoid(alpha * g) * (u + 1), g = min(gate, limit), u = max(-limit, min(up, limit))
   float alpha, limit;
   int threads;
 };
 
-// out += sum over a token's experts of weight * (down activation(gate, up) + down_bias), rounded once before it is
-// added.
+// out = sum over a token's experts of weight * (down activation(gate, up) + down_bias), rounded once, before any
+// addition to out.
 template <class T>
 void experts(const ExpertsArgs<T>& args);
 

@@ -35,6 +35,7 @@ struct ExpertsInputs {
   const std::optional<at::Tensor>&gate_up_bias, &down_bias;
   std::string_view activation;
   double alpha, limit;
+  bool add;
   const at::Tensor& out;
 };
 

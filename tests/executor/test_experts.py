@@ -81,12 +81,12 @@ class Calls:
     def __init__(self) -> None:
         self.layers = 0
 
-    def __call__(self, *operands: Tensor, plus: Tensor, **options: Any) -> Tensor:
+    def __call__(self, *operands: Tensor, **options: Any) -> Tensor:
         self.layers += 1
         x, chosen, weights, gate_up, down = operands
         assert (chosen.dtype, weights.dtype) == (torch.int32, torch.float32)
         assert all(operand.is_contiguous() for operand in operands)
-        return plain_experts(x, chosen, weights, gate_up, down, plus=plus, **options)
+        return plain_experts(x, chosen, weights, gate_up, down, **options)
 
 
 @pytest.fixture

@@ -102,9 +102,10 @@ def plain_route(logits: Tensor, top: int, *, normalise: bool, rounded: bool) -> 
     return chosen.int(), weights.to(logits.dtype).float() if rounded else weights
 
 
-def plain_experts(*operands: Tensor, plus: Tensor, **options: Any) -> Tensor:
+def plain_experts(*operands: Tensor, plus: Tensor | None = None, **options: Any) -> Tensor:
     """What `ops.experts` promises, in torch."""
-    return plus.add_(exact(*operands, **options).to(plus.dtype))
+    out = exact(*operands, **options).to(operands[0].dtype)
+    return out if plus is None else plus.add_(out)
 
 
 @pytest.mark.parametrize(("chunk", "takes_all"), [(5, False), (300, False), (300, True)])
@@ -183,7 +184,6 @@ def test_stored_rows_are_the_weights_turned(mixture: Callable[[str], Path], way:
         scores,
         experts.gate_up_proj,
         experts.down_proj,
-        plus=torch.zeros_like(x),
         gate_up_bias=experts.gate_up_proj_bias,
         down_bias=experts.down_proj_bias,
         clamped=ops.Clamped(experts.alpha, experts.limit),

@@ -100,6 +100,8 @@ def test_experts(tokens: int, count: int, top: int, hidden: int, inner: int, dty
     weights = made(count, hidden, inner, dtype)
     chosen, shares = ops.route(randn(tokens, count, dtype=dtype), top, normalise=True, rounded=False)
     before = plus.clone()
+    alone = ops.experts(x, chosen, shares, *weights)
+    assert torch.equal(alone, ops.experts(x, chosen, shares, *weights, torch.zeros_like(x)))
     assert ops.experts(x, chosen, shares, *weights, plus) is plus
     # A result and a sum are rounded, and what is between them three times.
     assert error(plus, before.double() + exact(x, chosen, shares, *weights)) < 2 * torch.finfo(dtype).eps

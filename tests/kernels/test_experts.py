@@ -59,6 +59,8 @@ def test_experts(dtype: torch.dtype, clamped: ops.Clamped | None, biased: set[st
     biases: dict[str, Any] = {name: randn(7, sizes[name], dtype=dtype) for name in biased}
     chosen, shares = ops.route(randn(9, 7, dtype=dtype), 3, normalise=True, rounded=False)
     before = plus.clone()
+    alone = ops.experts(x, chosen, shares, *weights, **biases, clamped=clamped)
+    assert torch.equal(alone, ops.experts(x, chosen, shares, *weights, torch.zeros_like(x), **biases, clamped=clamped))
     assert ops.experts(x, chosen, shares, *weights, plus, **biases, clamped=clamped) is plus
     want = before.double() + exact(x, chosen, shares, *weights, **biases, clamped=clamped)
     assert error(plus, want) < 2 * torch.finfo(dtype).eps

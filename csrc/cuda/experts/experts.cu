@@ -4,7 +4,7 @@
 //
 //   gate_up   x ──> between = silu(gate) * up     up to kFewPairs pairs: experts_sm90.cu or experts_mma.cu
 //   down      between ──> sums, with biases       more pairs: sort.cu and grouped.cuh
-//   combine   out += sum over a token's pairs of weight * sums       here: grid (parts of hidden, tokens)
+//   combine   out = sum over a token's pairs of weight * sums       here: grid (parts of hidden, tokens)
 //
 // With few pairs the GEMMs are bound by reading the weights of the chosen experts, each of them once.  The kernels for
 // few pairs split an expert's rows into small items, so that the experts of a single token keep all multiprocessors
@@ -35,7 +35,7 @@ __global__ void combine_kernel(ExpertsArgs a) {
   const int at = (blockIdx.x * blockDim.x + threadIdx.x) * kWidth, token = blockIdx.y;
   if (at >= a.hidden) return;
   T* const out = static_cast<T*>(a.out) + static_cast<int64_t>(token) * a.hidden + at;
-  float y[kWidth], total[kWidth] = {};
+  float y[kWidth] = {}, total[kWidth] = {};
 #pragma unroll 4
   for (int k = 0; k < a.top; ++k) {
     const int pair = token * a.top + k;
@@ -45,7 +45,7 @@ __global__ void combine_kernel(ExpertsArgs a) {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) total[i] += weight * of_pair[i];
   }
-  widen(load_pack<kWidth>(out), y);
+  if (a.add) widen(load_pack<kWidth>(out), y);
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) y[i] += to_float(from_float<T>(total[i]));
   store_pack(out, narrow<T>(y));

@@ -47,7 +47,8 @@ struct ExpertsArgs {
   void* sums;
   void* order;
   void* gathered;
-  void* out;                                // [tokens, hidden]; the experts' output is added to it
+  void* out;                                // [tokens, hidden]
+  bool add;                                 // add to out; if false, overwrite it
   int tokens, top, experts, hidden, inner;  // hidden and inner are multiples of 8
   Activation activation;
   float alpha, limit;  // constants of `clamped`

@@ -52,6 +52,7 @@ void compute(const ExpertsInputs& in, const ExpertsSizes& sizes, std::optional<e
                      .between = static_cast<T*>(between.data_ptr()),
                      .totals = totals.data_ptr<float>(),
                      .out = static_cast<T*>(in.out.data_ptr()),
+                     .add = in.add,
                      .tokens = sizes.tokens,
                      .top = sizes.top,
                      .hidden = sizes.hidden,
@@ -66,16 +67,16 @@ void compute(const ExpertsInputs& in, const ExpertsSizes& sizes, std::optional<e
 void experts(const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& weights, const at::Tensor& gate_up,
              const std::optional<at::Tensor>& gate_up_bias, const at::Tensor& down,
              const std::optional<at::Tensor>& down_bias, std::string_view activation, double alpha, double limit,
-             const at::Tensor& out) {
-  const ExpertsInputs in{x, chosen, weights, gate_up_bias, down_bias, activation, alpha, limit, out};
+             bool add, const at::Tensor& out) {
+  const ExpertsInputs in{x, chosen, weights, gate_up_bias, down_bias, activation, alpha, limit, add, out};
   compute(in, check_experts(in, gate_up, down, on_cpu()), std::nullopt, gate_up, down);
 }
 
 void experts_packed(const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& weights, std::string_view format,
                     const at::Tensor& gate_up, const std::optional<at::Tensor>& gate_up_bias, const at::Tensor& down,
                     const std::optional<at::Tensor>& down_bias, std::string_view activation, double alpha, double limit,
-                    const at::Tensor& out) {
-  const ExpertsInputs in{x, chosen, weights, gate_up_bias, down_bias, activation, alpha, limit, out};
+                    bool add, const at::Tensor& out) {
+  const ExpertsInputs in{x, chosen, weights, gate_up_bias, down_bias, activation, alpha, limit, add, out};
   const experts_layout::Format packed = format_of(format);
   compute(in, check_packed_experts(in, packed, gate_up, down, on_cpu()), packed, gate_up, down);
 }

@@ -57,6 +57,7 @@ void compute(const ExpertsInputs& in, const ExpertsSizes& sizes, std::optional<e
                    .down = down.const_data_ptr(),
                    .down_bias = data_of(in.down_bias),
                    .out = in.out.data_ptr(),
+                   .add = in.add,
                    .tokens = static_cast<int>(sizes.tokens),
                    .top = static_cast<int>(sizes.top),
                    .experts = static_cast<int>(sizes.count),
@@ -86,8 +87,8 @@ void compute(const ExpertsInputs& in, const ExpertsSizes& sizes, std::optional<e
 void experts(const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& weights, const at::Tensor& gate_up,
              const std::optional<at::Tensor>& gate_up_bias, const at::Tensor& down,
              const std::optional<at::Tensor>& down_bias, std::string_view activation, double alpha, double limit,
-             const at::Tensor& out) {
-  const ExpertsInputs in{x, chosen, weights, gate_up_bias, down_bias, activation, alpha, limit, out};
+             bool add, const at::Tensor& out) {
+  const ExpertsInputs in{x, chosen, weights, gate_up_bias, down_bias, activation, alpha, limit, add, out};
   half_dtype_of("x", x);
   compute(in, check_experts(in, gate_up, down, on_gpu(x)), std::nullopt, gate_up, down);
 }
@@ -95,8 +96,8 @@ void experts(const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& we
 void experts_packed(const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& weights, std::string_view format,
                     const at::Tensor& gate_up, const std::optional<at::Tensor>& gate_up_bias, const at::Tensor& down,
                     const std::optional<at::Tensor>& down_bias, std::string_view activation, double alpha, double limit,
-                    const at::Tensor& out) {
-  const ExpertsInputs in{x, chosen, weights, gate_up_bias, down_bias, activation, alpha, limit, out};
+                    bool add, const at::Tensor& out) {
+  const ExpertsInputs in{x, chosen, weights, gate_up_bias, down_bias, activation, alpha, limit, add, out};
   half_dtype_of("x", x);
   const experts_layout::Format packed = format_of(format);
   compute(in, check_packed_experts(in, packed, gate_up, down, on_gpu(x)), packed, gate_up, down);

@@ -103,5 +103,4 @@ def compute(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
         top_k_weights.to(torch.float32).contiguous(),
         experts.gate_up_proj,
         experts.down_proj,
-        plus=torch.zeros_like(x, memory_format=torch.contiguous_format),
     )

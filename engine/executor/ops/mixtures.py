@@ -51,14 +51,15 @@ def experts(
     weights: torch.Tensor,
     gate_up: torch.Tensor | PackedRows,
     down: torch.Tensor | PackedRows,
-    plus: torch.Tensor,
+    plus: torch.Tensor | None = None,
     *,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     clamped: Clamped | None = None,
 ) -> torch.Tensor:
-    """Add the weighted sum of each token's expert outputs to plus, in place: x, plus [T, hidden] -> plus.
+    """Return the weighted sum of each token's expert outputs: x [T, hidden] -> [T, hidden].
 
+    plus [T, hidden]  the sum is added to it, in place, and `plus` is returned
     chosen, weights  [T, k] as `route` returns them; T * k is at most MAX_PAIRS unless `takes_all_pairs`
     gate_up          [E, 2 * inner, hidden]: per expert gate rows, then up rows; both sizes are multiples of 8.
                      With `clamped` gate and up rows are interleaved.  If `takes_all_pairs` and x is bfloat16, gate_up
@@ -71,13 +72,14 @@ def experts(
     Reads each chosen expert once.  The number of pairs selects the kernel; otherwise a token's result does not depend
     on other tokens."""
     name, alpha, limit = ("silu", 0.0, 0.0) if clamped is None else ("clamped", clamped.alpha, clamped.limit)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if plus is None else plus
     for first in range(0, len(x), MAX_TOKENS):
         part = slice(first, first + MAX_TOKENS)
         routed = x[part], chosen[part], weights[part]
-        rest = name, alpha, limit, plus[part]
+        rest = name, alpha, limit, plus is not None, out[part]
         if isinstance(gate_up, PackedRows) and isinstance(down, PackedRows):
             biased = gate_up.tiles, gate_up_bias, down.tiles, down_bias
             torch.ops.quire.experts_packed.default(*routed, gate_up.format, *biased, *rest)
         else:
             torch.ops.quire.experts.default(*routed, gate_up, gate_up_bias, down, down_bias, *rest)
-    return plus
+    return out

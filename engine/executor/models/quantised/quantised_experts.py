@@ -153,8 +153,7 @@ class PackedExperts(nn.Module):
         """Return the weighted sum of each token's experts.  hidden_states [.., hidden], top_k_* [T, k]."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         chosen, weights = top_k_index.to(torch.int32).contiguous(), top_k_weights.to(torch.float32).contiguous()
-        plus = torch.zeros_like(x, memory_format=torch.contiguous_format)
-        found = ops.experts(x.contiguous(), chosen, weights, self.gate_up, self.down, plus=plus)
+        found = ops.experts(x.contiguous(), chosen, weights, self.gate_up, self.down)
         return found.view_as(hidden_states)
 
 
