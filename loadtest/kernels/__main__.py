@@ -67,7 +67,7 @@ def table(title: str, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def measure_gpu(only: set[str], quick: bool) -> dict[str, Any]:
     """Run and print the tables named in `only`."""
-    from quire.loadtest.kernels import attention, layers, sums
+    from quire.loadtest.kernels import attention, layers, recurrent, sums
     from quire.loadtest.kernels.timing import measure_ceilings
 
     memory = attention.Memory((9 if "decode" in only and not quick else 2) << 20)
@@ -88,7 +88,7 @@ def measure_gpu(only: set[str], quick: bool) -> dict[str, Any]:
             lambda: attention.prefill(memory, top, quick=quick, peers=peers),
         ),
     }
-    for name, (title, rows) in layers.TABLES.items():
+    for name, (title, rows) in (layers.TABLES | recurrent.TABLES).items():
         tables[name] = (title, functools.partial(rows, top, quick=quick))
     if torch.cuda.device_count() > 1:
         tables["sums"] = (
@@ -116,6 +116,7 @@ TABLES = (
     "fp8",
     "int4",
     "experts",
+    "recurrent",
     "sampling",
     "sums",
 )
