@@ -85,8 +85,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     window_groups: Literal["auto", "on", "off"] = "auto"
     """Whether layers with a sliding window have block tables of their own and free the KV blocks of tokens before
     the window. Long sequences then take less memory. Blocks for the windows of all sequences are reserved, so fewer
-    short sequences may fit. on: also on a GPU; several ranks and recurrent layers are then refused. off: every layer
-    keeps all tokens. auto: on for a CPU, off on a GPU, with several ranks and with recurrent layers."""
+    short sequences may fit. on: several ranks and recurrent layers are refused. off: every layer keeps all tokens.
+    auto: on, except with several ranks and with recurrent layers."""
     max_model_len: Annotated[int, Meta(ge=0)] = 0
     """Maximum tokens of a request, prompt and output together. 0: the model's own limit, or the capacity of the KV
     cache if that is less."""

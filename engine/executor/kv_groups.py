@@ -9,7 +9,7 @@ from windows and slots, so they are allocated first.  If memory is too small for
 as many sequences as fit if each is four windows long.  One block table serves all layers in these cases:
 
   * layers are of one kind, or a window is as long as the longest sequence
-  * with several ranks, with recurrent layers, and on a GPU unless `window_groups` is on
+  * with several ranks, and with recurrent layers
   * memory is so small that window blocks would leave no more tokens for the other layers than one table does
 """
 
@@ -58,7 +58,7 @@ class KVMemory(NamedTuple):
     shapes: list[list[list[Tensor]]]  # per group, lists of tensors of one shape: one call moves their blocks
 
 
-def grouping_windows(option: str, windows: Sequence[int], on_gpu: bool, ranks: int, recurrent: bool) -> Sequence[int]:
+def grouping_windows(option: str, windows: Sequence[int], ranks: int, recurrent: bool) -> Sequence[int]:
     """Return the windows by which layers are grouped; empty: one block table serves all layers.
 
     option: `window_groups`.  Raises ModelLoadError if it is on and the model or the ranks do not support groups."""
@@ -69,7 +69,7 @@ def grouping_windows(option: str, windows: Sequence[int], on_gpu: bool, ranks: i
         raise ModelLoadError(
             f"window_groups is on and {why_not}: all layers then share one block table; set it to auto"
         )
-    return () if option == "off" or why_not or (option == "auto" and on_gpu) else windows
+    return () if option == "off" or why_not else windows
 
 
 def group_layers(layers: list[KVShape], windows: Sequence[int], itemsize: int, longest: int) -> list[KVGroup]:

@@ -192,8 +192,7 @@ class Worker:
         """Allocate the KV cache, host memory for swapped blocks, and the batch's tensors.  Raises NotEnoughMemory."""
         config, model = self._config, self._loaded
         kv_dtype = KV_DTYPES.get(config.kv_dtype, model.dtype)
-        where = self._gpu, self._ranks.size, self._states is not None
-        known = grouping_windows(config.window_groups, model.windows, *where)
+        known = grouping_windows(config.window_groups, model.windows, self._ranks.size, self._states is not None)
         available = cache_bytes(
             self.device,
             kv_memory_gib=config.kv_memory_gib,

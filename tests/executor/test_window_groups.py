@@ -194,18 +194,13 @@ def test_little_memory_is_divided_for_sequences_of_four_windows(memory: int, seq
     assert blocks_held(window, 8192, 16) == 9 == WindowGroup(128, 0).blocks_per_sequence(16, 8192)
 
 
-def test_a_gpu_groups_layers_only_if_asked() -> None:
+def test_ranks_group_no_layers() -> None:
     windows = [24, 0]
-    found = {
-        (option, on_gpu): grouping_windows(option, windows, on_gpu=on_gpu, ranks=1, recurrent=False)
-        for option in ("auto", "on", "off")
-        for on_gpu in (False, True)
-    }
-    grouped = [("auto", False), ("on", False), ("on", True)]
-    assert [case for case, kept in found.items() if kept == windows] == grouped
-    assert grouping_windows("auto", windows, on_gpu=False, ranks=2, recurrent=False) == ()
+    found = {option: grouping_windows(option, windows, ranks=1, recurrent=False) for option in ("auto", "on", "off")}
+    assert found == {"auto": windows, "on": windows, "off": ()}
+    assert grouping_windows("auto", windows, ranks=2, recurrent=False) == ()
     with pytest.raises(ModelLoadError, match=r"window_groups is on and tensor_parallel is 2: .*; set it to auto"):
-        grouping_windows("on", windows, on_gpu=False, ranks=2, recurrent=False)
+        grouping_windows("on", windows, ranks=2, recurrent=False)
 
 
 def test_a_recurrent_model_refuses_window_groups(windowed: Windowed) -> None:
