@@ -38,6 +38,7 @@ class RecordingWorker(Worker):
         return super().launch_model(plan, all_collected=all_collected)
 
     def _new_launches(self, batch: Batch) -> StepLaunches:
+        self.pieces = []  # graphs are captured before the first step
         launches = super()._new_launches(batch)
         compute = launches.logits
 

@@ -346,7 +346,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="alpha: nan is not finite"):
         ops.experts(*few, clamped=ops.Clamped(math.nan, 7.0))
     with pytest.raises(ValueError, match="activation: gelu is neither silu nor clamped"):
-        torch.ops.quire.experts.default(*few[:4], None, down, None, "gelu", 0.0, 0.0, few[-1])
+        torch.ops.quire.experts.default(*few[:4], None, down, None, "gelu", 0.0, 0.0, True, few[-1])
 
 
 def takes_packed(hidden: int, inner: int) -> None:

@@ -41,9 +41,10 @@ def grouped(layer: Any, x: Tensor) -> Projected:
     each = layer.heads // groups
     parts = [layer.keys, layer.keys, each * layer.values, each * layer.values]
     q, k, v, z = layer.in_proj_qkvz(x).view(tokens, groups, -1).split(parts, dim=2)
-    b, a = layer.in_proj_ba(x).view(tokens, groups, -1).split([each, each], dim=2)
+    ba = layer.in_proj_ba(x).view(tokens, groups, -1).split([each, each], dim=2)
+    b, a = (part.reshape(tokens, -1).contiguous() for part in ba)  # reshape returns views if `each` is 1
     qkv = torch.cat([part.reshape(tokens, -1) for part in (q, k, v)], dim=1)
-    return Projected(qkv, z.reshape(tokens, -1), b.reshape(tokens, -1), a.reshape(tokens, -1))
+    return Projected(qkv, z.reshape(tokens, -1), b, a)
 
 
 def joined(layer: Any, x: Tensor) -> Projected:
