@@ -140,7 +140,7 @@ def test_wrong_arguments_are_named() -> None:
     refused("inbox: has", blocks_share=64 << 10)
     refused("shares: no multiples", words_share=17)
     refused("calls: counters is 3, kSumCtas has 256", calls=inboxes.calls[:3])
-    refused("part: its rows of 3 numbers", part=torch.zeros(2, 3, device=CUDA))
+    refused("part: its rows of 3 elements", part=torch.zeros(2, 3, device=CUDA))
     refused("does not start at a multiple", part=torch.zeros(129, device=CUDA)[1:].view(2, 64))
     refused("plus: rows is 1, part has 2", plus=part[:1])
     refused("a CTA would send", part=torch.zeros(ops.SUM_CTAS * 4 + 1, 4096, device=CUDA))
