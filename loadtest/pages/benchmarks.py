@@ -244,6 +244,8 @@ def faults(results: Results) -> Iterator[str]:
     long = results["long_prompt_cpu"]["figures"]
     ratios = [long[f"at_{n}_beside_p99_ms"] / long[f"at_{n}_alone_p99_ms"] for n in (0, 8192, 16384, 24576, 32288)]
     yield f"p99 between tokens {v(min(ratios), '.1f')} to {v(max(ratios), '.1f')} times that alone, sampled at every quarter"
+    first, second = (run["beside_p99_over_alone_p99"] for run in results["long_prompt_h100"]["figures"]["runs"])
+    yield f"two runs on an H100, 8B shape: p99 {v(first, '.2f')} and {v(second, '.2f')} times that alone"
     chaos = results["chaos_cpu_failover"]["figures"]["tally"]
     yield f"| streams, tokens checked | {v(chaos['streams'], ',')}, {v(chaos['tokens'], ',')} |"
     yield f"| tokens lost, repeated, wrong | {v(chaos['lost'])}, {v(chaos['repeated'])}, {v(chaos['wrong'])} |"
