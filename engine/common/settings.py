@@ -250,7 +250,7 @@ def _convert(value: object, kind: Any, source: str, *, strict: bool = False) -> 
         raise SettingsError(
             f"{source} is {_show(value)}; must be {limits or str(error).lower()}{f': {instead}' if instead else ''}"
         ) from None
-    if isinstance(converted, float) and not math.isfinite(converted):  # NaN passes every >= and <=
+    if isinstance(converted, float) and not math.isfinite(converted):  # the bounds do not refuse NaN
         raise SettingsError(f"{source} is {value}; must be a finite number")
     return converted
 

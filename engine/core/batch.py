@@ -128,7 +128,7 @@ class Batch:
         self.schedule(seq, step + 1)
 
     def schedule(self, seq: Sequence, step: int, *, now: bool = False) -> None:
-        """Enter a decoding sequence in the calendar: the step in which its table is full or it reaches its limit."""
+        """Enter a decoding sequence in the calendar, at the step in which its table is full or it reaches its limit."""
         full = step + len(seq.table) * self._block_size - seq.computed
         last = step + seq.limit - seq.computed - 1
         seq.due = step if now else min(full, last)

@@ -266,7 +266,7 @@ class Scheduler:
         irregular = list[Sequence]()  # sequences that did not append exactly the one sampled token
         for slot, token in zip(result.slots, result.tokens, strict=True):
             seq = occupants[slot]
-            # The sequence ended while this step ran, or a jump has already computed this token and sealed its block.
+            # The sequence ended while this step ran, or a jump meanwhile appended this token and sealed its block.
             if seq is None or seq.state is State.FINISHED or step < seq.jumped_in:
                 irregular += [] if seq is None else [seq]
                 continue

@@ -24,7 +24,7 @@ from quire.loadtest.studies import baselines
 
 BLOCKS = 512  # blocks of the pool, 16 tokens each
 MAX_TOKENS = 1024
-LEARNED = 200  # requests before the burst of unknown lengths
+LEARNED = 200  # requests before a burst of unknown lengths, from which the forecast learns
 BASE_S, BURST_S = 20.0, 30.0
 STEADY_S = 60.0  # seconds of the runs that find the base rate
 MODES = tuple(mode for mode in baselines.MODES if mode != "static")

@@ -271,7 +271,7 @@ def measured(config: EngineConfig, text: str, own: argparse.Namespace) -> dict[s
     found: dict[str, dict[str, float]] = {}
     llms = open_engines(config)
     encode = load_tokenizer(str(hf.find(config.model))).encode
-    compare(llms, [[encode(text[:RAMP_PART])]] * 2, 1.0, own.new)  # so that step times are measured
+    compare(llms, [[encode(text[:RAMP_PART])]] * 2, 1.0, own.new)  # warm-up: the engines measure their step times
     for kind in own.kinds:
         prompt_of, temperature = TEXTS[kind]
         for streams in [own.ramp] if kind == "ramp" else own.streams:

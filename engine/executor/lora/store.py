@@ -66,7 +66,7 @@ class AdapterStore:
 
     def __init__(self, pack: Callable[[AdapterFile], PackedAdapter], max_bytes: int, base: str = "") -> None:
         """`pack` raises AdapterError.  `max_bytes`: limit of held and kept adapters together.  `base`: hub name or
-        path of the base model; "": the base models of adapters are not compared with it."""
+        path of the base model; "": the base models of adapters are not checked."""
         self._pack, self._max_bytes, self._base = pack, max_bytes, base
         self._lock = threading.Condition()
         self._adapters: dict[str, Adapter] = {}  # adapters by key

@@ -196,7 +196,8 @@ def probe(module: PreTrainedModel, max_model_len: int = 0) -> Proof:
         (other, positions, {"logits_to_keep": keep}),
         (ids, in_a_row, {"logits_to_keep": keep, cache_argument(module): past(at - FIRST)}),
     ]
-    # Rotary embeddings depend on distances only.  Other position embeddings may have an offset by default.
+    # Rotary embeddings depend on distances only.  A model with other embeddings may count positions from an offset if
+    # it gets none, so such a run is compared with positions 0, 1, 2, ...
     if not getattr(text, "rope_parameters", None):
         runs += [(ids, None, {}), (ids, torch.arange(ids.shape[1], device=device)[None], {})]
     module.set_attn_implementation(PROBE)

@@ -67,7 +67,7 @@ class ParallelExecutor:
     def __init__(self, config: EngineConfig, waiting: Sequence[Rank] = ()) -> None:
         """Start the other ranks' processes, load every shard of the model, agree on the KV cache.
 
-        waiting: processes of a spare (`WaitingRanks`), used instead of new ones if they still run.  Raises
+        waiting: rank processes that a spare engine started (`WaitingRanks`); those that still run are used.  Raises
         ModelLoadError with one line, whichever rank failed, and KernelBuildError without a compiler."""
         check_devices(config)
         self._patience_s = config.lease_ms / 1000

@@ -21,7 +21,7 @@ local function is_open(id)  -- whether a request is concurrent: a prompt has not
   return not gone
 end
 
-local function end_finished()  -- settle ended requests now, before settle.lua does it a moment later
+local function end_finished()  -- settle ended requests now; settle.lua would do it only a moment later
   for _, id in ipairs(call('ZRANGE', open, 0, -1)) do
     if not is_open(id) then settle_request(tenant, id) end
   end

@@ -295,8 +295,8 @@ class Quantising:
         return weights
 
     def settle(self, model: PreTrainedModel, own: type[PreTrainedModel]) -> None:
-        """Make the model, whose class is `own`, able to compute.  Its weights must be set.  With int4 the LM head gets
-        8 bits.
+        """Give the model its class `own` back, and replace its layers by quantised ones.  Its weights must be set.
+        With int4 the LM head gets 8 bits.
 
         Raises UnsupportedModel if --quantize found nothing to quantise, and on a GPU for a model in another dtype than
         bfloat16."""

@@ -214,7 +214,7 @@ class StoredWeights:
         return found
 
     def rows_of_experts(self, cuts: Mapping[str, Cut], exact: Mapping[str, Kept]) -> set[str]:
-        """Return the modules whose stored values `fp8_experts.stored_rows` can keep, if they are of experts.
+        """Return the modules whose stored values can stay as they are if the modules are experts (`stored_rows`).
 
         exact: what `exact_modules` returned."""
         found = set()

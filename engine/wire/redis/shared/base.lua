@@ -5,7 +5,7 @@
 --
 -- KEYS[1] is the prefix of all keys.  When Redis' memory is full, it refuses a script whose first write takes memory,
 -- but not a script whose first write is a delete.  So submit and attach are refused before they change anything.  The
--- other scripts, which free memory in the end, always run.
+-- other scripts free more memory than they take and begin with a delete, so they run even when memory is full.
 
 local P = KEYS[1]
 local call = redis.call

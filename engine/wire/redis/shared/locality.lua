@@ -54,8 +54,8 @@ local function chooser(me, now)
   --   adapters     whether a request of a window needs an adapter
   --   passed_over  lane -> {id = true}, requests that the engine could have claimed and did not
   --   tried        number of requests examined without a claim
-  --   retry_at     unix ms at which the engine should sync again; nil: it has left no request
-  --   left_to      engine -> true, engines to which this sync first left a request; `finish` wakes them
+  --   retry_at     unix ms at which the engine should sync again; nil: it left no request to another engine
+  --   left_to      engine -> true, engines to which this sync left a request that no earlier sync had left; `finish` wakes them
   --   backlog      prompt tokens that the engine has claimed and not computed, this sync's claims included
   --   loads        adapters that the engine still has to load, this sync's claims included
   --   others       result of engines_with_room; nil until it is needed
