@@ -39,7 +39,7 @@ from quire.engine.wire.records import SyncReply
 log = logging.getLogger("quire.engine")
 T = TypeVar("T")
 
-BUFFER_TOKENS = 2**18  # maximum tokens buffered while Redis is unreachable, all requests together: some 70 MB
+BUFFER_DELTAS = 2**18  # maximum deltas buffered while Redis is unreachable: about 70 MB
 STOP_S = 5.0  # seconds that stop() waits for an unreachable Redis
 WAKEUP_PAUSE_S = 1.0  # pause after an error on the wake-up channel's connection
 
@@ -141,7 +141,7 @@ class BusThread:
 
     @property
     def full(self) -> bool:
-        return self._put - self._sent >= BUFFER_TOKENS
+        return self._put - self._sent >= BUFFER_DELTAS
 
     def put(self, outputs: Outputs, report: Report) -> None:
         if outputs.deltas or outputs.finished or outputs.returned:

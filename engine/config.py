@@ -212,9 +212,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     canary."""
     poison_free_blocks: bool = False
     """Fill freed KV blocks with NaN, which reveals use after free. For tests; slow."""
-    bad_books: Literal["stop", "log"] = "stop"
+    on_accounting_error: Literal["stop", "log"] = "stop"
     """Reaction to an error in the block accounting, which is a bug and could mix two answers. stop: the engine logs
     the error and exits; other engines, or its restart, resume its requests. log: it logs and counts the error, and
     continues."""
-    check_books: bool = False
+    check_accounting: bool = False
     """Check the block accounting after every step. For tests; slow."""

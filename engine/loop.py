@@ -7,7 +7,7 @@
 The loop never waits for Redis: the bus thread does the I/O with Redis, behind an inbox and an outbox.  The loop waits
 for the executor only if there is nothing to plan: it submits plan N+1 before it collects result N (`Executor.depth`).
 
-While Redis is unreachable, generation continues until the outbox is full (`bus_thread.BUFFER_TOKENS`).
+While Redis is unreachable, generation continues until the outbox is full (`bus_thread.BUFFER_DELTAS`).
 
 A draining engine (SIGTERM) returns its requests to the queue, and another engine of the same model continues them from
 the tokens sent so far.  If there is no such engine, this engine finishes them, for at most `grace_s`; the rest returns
@@ -263,7 +263,7 @@ class Engine:
         record.marks.append(time.monotonic())
 
     def _observe(self, record: TurnRecord) -> None:
-        """Pass the turn's record to the observers.  Raises AccountingError if `bad_books` is "stop"."""
+        """Pass the turn's record to the observers.  Raises AccountingError if `on_accounting_error` is "stop"."""
         for observer in self.observers:
             observer.observe(record)
         self.checks.observe(record)

@@ -19,7 +19,7 @@ from quire.engine.observers.accounting_checks import BUSY_EVERY_S, MAX_SHARE, Ac
 from quire.engine.wire.messages import Generate, Sampling
 
 INFO = ModelInfo("tiny", "f" * 32, 100, 4096, [0], 0)
-CONFIG = EngineConfig(kv_blocks=400, max_seqs=4, max_model_len=4096, check_books=False)
+CONFIG = EngineConfig(kv_blocks=400, max_seqs=4, max_model_len=4096, check_accounting=False)
 FOREVER_MS = 1 << 53
 
 
@@ -115,7 +115,7 @@ def test_an_error_in_any_part_is_found(block: int) -> None:
 
 def test_a_requested_check_begins_anew_and_runs_at_once_in_an_idle_engine() -> None:
     """An error in a part that the check under way has passed is in the answer."""
-    config = msgspec.structs.replace(CONFIG, bad_books="report")
+    config = msgspec.structs.replace(CONFIG, on_accounting_error="report")
     box = LocalBox(lambda delta: None)
     engine = Engine(config, ScriptedExecutor(INFO, 5 * PART_BLOCKS), box, box)
     for _ in range(3):

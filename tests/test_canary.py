@@ -25,7 +25,7 @@ from quire.engine.observers.metrics import Telemetry
 from quire.engine.wire.messages import FOREVER_MS, Delta, Generate, Sampling
 
 CONFIG = EngineConfig(
-    kv_blocks=12, max_seqs=4, step_tokens=64, max_model_len=128, threads=1, check_books=True, canary_every_s=45.0
+    kv_blocks=12, max_seqs=4, step_tokens=64, max_model_len=128, threads=1, check_accounting=True, canary_every_s=45.0
 )
 
 

@@ -34,7 +34,7 @@ from tests.ports import free_port
 INFO = ModelInfo("scripted", "f00d", 1000, 512, [0], 64)
 SIZE: Final = 16
 CONFIG = EngineConfig(
-    max_seqs=8, step_tokens=64, check_books=True, block_size=SIZE, admission="threshold", admit_threshold=1.0
+    max_seqs=8, step_tokens=64, check_accounting=True, block_size=SIZE, admission="threshold", admit_threshold=1.0
 )
 
 

@@ -28,7 +28,7 @@ from quire.engine.wire.records import SyncReply
 from tests.core.drafters import AllDrafts, GuessingDrafter
 
 INFO = ModelInfo("scripted", "f00d", 100, 256, [0], 64)
-CONFIG = EngineConfig(max_seqs=8, step_tokens=64, check_books=True)
+CONFIG = EngineConfig(max_seqs=8, step_tokens=64, check_accounting=True)
 
 
 def test_offline_says_the_script_for_more_prompts_than_seats() -> None:
@@ -338,7 +338,7 @@ def test_deltas_that_go_out_together_are_merged() -> None:
 def broken(**changes: Any) -> tuple[Engine, Reports]:
     """An engine in the middle of its work, one of whose held blocks was freed."""
     box = Reports()
-    config = msgspec.structs.replace(CONFIG, **{"check_books": False} | changes)
+    config = msgspec.structs.replace(CONFIG, **{"check_accounting": False} | changes)
     engine = Engine(config, ScriptedExecutor(INFO, 64), box, box)
     box.commands.append(Generate("r", "g", [5] * 40, 500, Sampling(ignore_eos=True), 2**60))
     while engine.core.report.totals.generated_tokens < 3:
@@ -374,7 +374,7 @@ def test_the_last_record_of_such_an_engine_stays_as_observers_saw_it() -> None:
 
 
 def test_or_counts_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    engine, box = broken(bad_books="log", check_books=True)
+    engine, box = broken(on_accounting_error="log", check_accounting=True)
     while engine.core.report.totals.double_frees < 2:
         engine.turn()
     assert len([record for record in caplog.records if "balance" in record.message]) == 1
@@ -382,7 +382,7 @@ def test_or_counts_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_check_that_another_thread_requests_is_answered_by_the_loop() -> None:
-    engine, _ = broken(bad_books="log")
+    engine, _ = broken(on_accounting_error="log")
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(engine.checks.request_check)
         while not answer.done():
@@ -392,7 +392,7 @@ def test_a_check_that_another_thread_requests_is_answered_by_the_loop() -> None:
 
 def test_a_live_engine_checks_once_it_is_idle_and_not_while_tokens_flow() -> None:
     box = Reports()
-    config = msgspec.structs.replace(CONFIG, check_books=False)
+    config = msgspec.structs.replace(CONFIG, check_accounting=False)
     engine = Engine(config, ScriptedExecutor(INFO, 64), box, box)
     before = engine.core.report.totals.audits
     for checks in (1, 2):

@@ -186,7 +186,8 @@ def test_an_unchanged_table_is_not_packed_again_and_a_new_one_is_read_from_its_s
 
 def run(publisher: Kept, turns: int) -> Engine:
     box = LocalBox(lambda delta: None)
-    engine = Engine(EngineConfig(max_seqs=8, step_tokens=64, check_books=True), ScriptedExecutor(INFO, 64), box, box)
+    config = EngineConfig(max_seqs=8, step_tokens=64, check_accounting=True)
+    engine = Engine(config, ScriptedExecutor(INFO, 64), box, box)
     engine.observers.append(PoolObserver(engine.core, publisher))
     box.commands.append(Generate("r", "g", [5] * 40, 500, Sampling(ignore_eos=True), 2**60))
     for _ in range(turns):

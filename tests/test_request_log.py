@@ -24,7 +24,7 @@ from quire.engine.wire.messages import Abort, Generate, Sampling
 from tests.pace import patience, wait_until
 
 INFO = ModelInfo("scripted", "f00d", 1000, 512, [0], 64)
-CONFIG = EngineConfig(max_seqs=8, step_tokens=64, check_books=True, admission="threshold", admit_threshold=1.0)
+CONFIG = EngineConfig(max_seqs=8, step_tokens=64, check_accounting=True, admission="threshold", admit_threshold=1.0)
 
 
 def a_request(name: str, prompt: int = 40, tokens: int = 5, **fields: Any) -> Generate:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 # field of a config -> the replacement
 REMOVED = {
+    "bad_books": "--on-accounting-error is its name",
+    "check_books": "--check-accounting is its name",
     "queue_wait_s": "--late-wait-s is its name",
     "flight_log": "--request-log records each request, `python -m quire.engine.tools simulate --trace` runs it again",
     "flight_log_mib": "--request-log-mib bounds the request log",

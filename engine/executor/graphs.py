@@ -14,9 +14,11 @@ they run one after another.
 from __future__ import annotations
 
 import bisect
+import contextlib
+import gc
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -89,6 +91,18 @@ def memory_first(shapes: Iterable[Shape]) -> list[Shape]:
     return [*by_tokens[-1:], *by_tokens[:-1]]
 
 
+@contextlib.contextmanager
+def no_collections() -> Iterator[None]:
+    """Suspend Python's garbage collection: if it frees CUDA memory or graphs during a capture, the capture fails."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class Where:
     """The memory pool and the capture stream that all graphs of a process share (cuBLAS has memory per stream)."""
 
@@ -118,12 +132,13 @@ class Graphs(Generic[Key]):
                 self._run(key)
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
-            # Other threads of this process may use the device meanwhile.
-            graph.capture_begin(pool=self._where.pool, capture_error_mode="thread_local")
-            try:
-                self._run(key)
-            finally:
-                graph.capture_end()
+            with no_collections():
+                # Other threads of this process may use the device meanwhile.
+                graph.capture_begin(pool=self._where.pool, capture_error_mode="thread_local")
+                try:
+                    self._run(key)
+                finally:
+                    graph.capture_end()
         self._graphs[key] = graph
 
     @property

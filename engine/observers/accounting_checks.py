@@ -36,7 +36,7 @@ class AccountingChecks:
         """`clock`: seconds, monotonic."""
         self._core, self._clock = core, clock
         self._due_at = clock() + BUSY_EVERY_S  # monotonic seconds of the next check of a busy engine
-        self._each_turn, self._stop = config.check_books, config.bad_books == "stop"
+        self._each_turn, self._stop = config.check_accounting, config.on_accounting_error == "stop"
         self._checked = False  # whether a check has begun since the engine became idle
         self._under_way = False  # whether some parts of a check have run, and others have not
         self._spent_s = 0.0  # seconds that the parts of the running check took

@@ -99,7 +99,7 @@ def computed(
         max_seqs=32,
         admission="threshold",
         admit_threshold=1.0,
-        check_books=True,
+        check_accounting=True,
         **settings,  # type: ignore[arg-type]
     )
     llm = LLM.over(config, load(config))

@@ -48,7 +48,7 @@ def open_llm(directory: Path, dtype: str = "float32", **options: Any) -> LLM:
         model=str(directory),
         dtype=dtype,  # type: ignore[arg-type]
         poison_free_blocks=True,
-        check_books=True,
+        check_accounting=True,
         **chosen,
     )
     return LLM.over(config, load(config))

@@ -43,8 +43,9 @@ def words(count: int, seed: int = 0) -> list[int]:
 def open_llm(checkpoint: Path, **changes: Any) -> LLM:
     """Drafts are on, so that their graphs are captured; a test chooses the drafter."""
     options: dict[str, Any] = {"dtype": "bfloat16", "kv_blocks": 600, "max_seqs": 40, "step_tokens": 256}
-    options |= {"max_model_len": 400, "itl_stretch": 0.0, "step_target_s": 0.0, "drafts": "on", "check_books": True}
-    config = EngineConfig(model=str(checkpoint), poison_free_blocks=True, **(options | changes))
+    options |= {"max_model_len": 400, "itl_stretch": 0.0, "step_target_s": 0.0, "drafts": "on"}
+    options |= {"check_accounting": True, "poison_free_blocks": True}
+    config = EngineConfig(model=str(checkpoint), **(options | changes))
     llm = LLM.over(config, load(config))
     assert isinstance(llm.engine.core.drafts.drafter, SuffixDrafter)
     llm.engine.core.drafts.drafter = None

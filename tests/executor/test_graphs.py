@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
 import pytest
+import torch
 
 from quire.engine.executor.graphs import (
+    Graphs,
     SecondUse,
     capture_all,
     draft_shapes,
@@ -105,3 +112,26 @@ def test_steps_with_drafts_find_a_shape(max_seqs: int, step_tokens: int) -> None
                     assert 2 * (tokens + decodes) + 16 > min(max_seqs, step_tokens) - 64
                 else:
                     assert padded.total <= 2 * exact.total + 16
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_garbage_is_collected_while_a_graph_is_captured(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collection may free CUDA graphs of a closed worker, which a running capture does not survive."""
+    graph, enabled = MagicMock(), list[tuple[bool, bool]]()
+
+    def launches(key: int) -> None:
+        captured = graph.capture_begin.called
+        enabled.append((captured, gc.isenabled()))
+        if fails and captured:
+            raise RuntimeError("not captured")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", MagicMock())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    graphs = Graphs(launches, SimpleNamespace(pool=None, stream=MagicMock()))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+        graphs.capture(8)
+    assert enabled == [(False, True), (True, False)]
+    assert gc.isenabled()
+    assert graph.capture_end.called
+    assert (8 in graphs) is not fails

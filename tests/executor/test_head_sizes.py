@@ -130,7 +130,7 @@ def test_blocks_of_all_shapes_return_from_the_host(on_gpu: Path) -> None:
         "admit_threshold": 1.0,
         "prefix_cache": False,
         "max_model_len": 200,
-        "check_books": True,
+        "check_accounting": True,
     }
     engine = llm(on_gpu, kv_blocks=24, preempt="swap", **settings)
     found = texts(engine, PROMPTS * 2, count=40)

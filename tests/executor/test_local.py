@@ -121,7 +121,7 @@ def test_an_impossible_request_leaves_the_prefix_cache_alone(
     executor: Executor, checkpoint: Callable[[str], Path], impossible: Sampling
 ) -> None:
     """As the engine serves it, from request to answer: an impossible request harms only itself."""
-    config = EngineConfig(model=str(checkpoint("llama")), kv_blocks=80, max_seqs=4, check_books=True)
+    config = EngineConfig(model=str(checkpoint("llama")), kv_blocks=80, max_seqs=4, check_accounting=True)
     llm, prompt = LLM.over(config, executor), list(range(10, 110))
     [first] = llm.generate([prompt], max_new_tokens=3)
     [refused] = llm.generate([prompt], impossible, max_new_tokens=3)

@@ -124,7 +124,7 @@ def test_a_mixed_batch_of_32_equals_the_merged_models(
     options: dict[str, Any],
 ) -> None:
     """Twice: the second time prompts are in the prefix cache.  With few blocks sequences are preempted."""
-    llm = serve(checkpoint("llama"), **({"poison_free_blocks": True, "check_books": True} | options))
+    llm = serve(checkpoint("llama"), **({"poison_free_blocks": True, "check_accounting": True} | options))
     for _ in range(2):
         found = llm.generate([one[0] for one in mixed], GREEDY, max_new_tokens=NEW, adapters=[one[1] for one in mixed])
         assert [one.outputs[0].token_ids for one in found] == [one[2] for one in mixed]

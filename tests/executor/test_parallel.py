@@ -57,7 +57,7 @@ CROWDED: dict[str, Any] = {
     "admit_threshold": 1.0,
     "preempt": "swap",
     "poison_free_blocks": True,
-    "check_books": True,
+    "check_accounting": True,
 }
 SETTINGS = [
     Sampling(temperature=0),

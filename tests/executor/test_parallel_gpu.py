@@ -119,7 +119,7 @@ def test_swapped_blocks_come_back_on_both_gpus(checkpoint: Checkpoint, closing: 
         admit_threshold=1.0,
         preempt="swap",
         poison_free_blocks=True,
-        check_books=True,
+        check_accounting=True,
     )
     closing.append(engine)
     answers = engine.generate([words(40, i) for i in range(12)], GREEDY, max_new_tokens=60, n=2)

@@ -75,7 +75,7 @@ def test_every_byte_comes_back(
             admission="threshold",
             admit_threshold=1.0,
             poison_free_blocks=True,
-            check_books=True,
+            check_accounting=True,
             **options,
         )
         executor = LocalExecutor(config)

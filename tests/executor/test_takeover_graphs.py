@@ -51,7 +51,7 @@ def llm(checkpoint: Path) -> LLM:
             "max_seqs": MAX_SEQS,
             "step_tokens": STEP_TOKENS,
             "itl_stretch": 0.0,
-            "check_books": True,
+            "check_accounting": True,
         },
         EngineConfig,
     )

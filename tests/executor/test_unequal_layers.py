@@ -71,8 +71,9 @@ def wanted(directory: Path) -> list[list[int]]:
 
 
 def config(directory: Path, **options: Any) -> EngineConfig:
-    settings: dict[str, Any] = {"kv_blocks": 128, "block_size": 8, "max_seqs": 8, "threads": 1, "check_books": True}
-    return EngineConfig(model=str(directory), poison_free_blocks=True, **(settings | options))
+    settings: dict[str, Any] = {"kv_blocks": 128, "block_size": 8, "max_seqs": 8, "threads": 1}
+    settings |= {"check_accounting": True, "poison_free_blocks": True}
+    return EngineConfig(model=str(directory), **(settings | options))
 
 
 def answers(directory: Path, n: int = 1, **options: Any) -> list[list[int]]:

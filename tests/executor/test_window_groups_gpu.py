@@ -45,7 +45,7 @@ def serve(checkpoint: Path, **changes: Any) -> LLM:
         "max_model_len": 300,
         "itl_stretch": 0.0,
         "step_target_s": 0.0,
-        "check_books": True,
+        "check_accounting": True,
     }
     config = EngineConfig(model=str(checkpoint), poison_free_blocks=True, **(options | changes))
     return LLM.over(config, load(config))

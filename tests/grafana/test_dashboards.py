@@ -44,7 +44,7 @@ MAY_STAY_ZERO = {
     ("QuireEngineLeaseLost", "quire:engine_leases_lost:increase5m > 0"),
     ("QuireTokensLost", "quire:tokens_lost:increase5m > 0"),
     ("QuireStepFailures", "quire:step_failures:increase5m > 0"),
-    ("QuireBooksWrong", "quire:audit_alarms:increase5m > 0"),
+    ("QuireAccountingWrong", "quire:audit_alarms:increase5m > 0"),
     ("QuireCanary", "quire:canary_alarms:increase15m > 0"),
     # One grammar is compiled, at the start, and requests hold it all the time.
     ("Grammars", "waiting"),

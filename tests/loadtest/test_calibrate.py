@@ -45,7 +45,7 @@ async def test_the_pool_is_used_as_asked(
         scripted_step_ms=40.0,
         max_model_len=1000,
         kv_blocks=100,
-        check_books=False,
+        check_accounting=False,
     ) as stack:
         options = Options(url=stack.url, model="tiny", metrics_url=f"{stack.url}/metrics")
         clients = clients_for(jobs, 100, 16, 0.6)

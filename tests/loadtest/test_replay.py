@@ -38,7 +38,7 @@ def stack(redis_server: EmbeddedRedis, namespace: str, checkpoint: Callable[[str
         scripted_step_ms=2.0,
         max_model_len=1000,
         kv_blocks=400,
-        check_books=False,
+        check_accounting=False,
     ) as made:
         yield made
 
@@ -218,7 +218,7 @@ def test_two_tenants_at_ten_to_one(
         executor="scripted",
         scripted_step_ms=1.0,
         max_model_len=1000,
-        check_books=False,
+        check_accounting=False,
         gateway_options={"tenants": str(tenants)},
     ) as stack:
         words = ["--workload", "alpaca", "--rate", "50", "--seconds", "2", "--keys", str(keys), "--out", str(out)]

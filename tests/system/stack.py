@@ -51,7 +51,7 @@ class EngineThread:
                 "kv_blocks": 256,
                 "max_seqs": 40,
                 "threads": 1,  # tiny matrices: a second thread would spend more on barriers than it saves
-                "check_books": True,
+                "check_accounting": True,
                 "poison_free_blocks": True,
                 **options,
             },

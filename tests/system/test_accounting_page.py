@@ -38,7 +38,7 @@ async def check(url: str, method: str = "POST") -> tuple[int, Any]:
 async def test_the_page_names_what_is_wrong_in_a_running_engine(
     redis_server: EmbeddedRedis, namespace: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    options: dict[str, Any] = {"executor": "scripted", "bad_books": "log", "check_books": False}
+    options: dict[str, Any] = {"executor": "scripted", "on_accounting_error": "log", "check_accounting": False}
     with (
         Stack(redis_server.url, namespace, checkpoint("llama"), **options) as stack,
         page_of(stack.engines[0].engine.checks) as url,

@@ -58,7 +58,7 @@ async def test_a_killed_engine_continues_every_stream_with_its_adapter(
     base = base_of(model)
     folders = {name: write_adapter(tmp_path / name, base, seed=seed) for seed, name in enumerate(("sql", "chat"))}
     lora = ",".join(f"{name}={folder}" for name, folder in folders.items())
-    options = ("--dtype=float32", "--threads=1", "--kv-blocks=1200", "--check-books", "--drafts=on")
+    options = ("--dtype=float32", "--threads=1", "--kv-blocks=1200", "--check-accounting", "--drafts=on")
     served = Served(tmp_path, model, *options, f"--lora={lora}", "--late-wait-s=1000", "--takeover-wait-s=200")
     with ending([served.process]):
         await asyncio.to_thread(wait_until_ready, served.url, LIMIT_S)
@@ -155,7 +155,7 @@ async def test_tool_calls_of_adapters_survive_preemption_and_a_killed_engine(
     lora = ",".join(f"{name}={folder}" for name, folder in folders.items())
     one = Path(shutil.copytree(model, tmp_path / "merged"))
     merged(model, folders["sql"]).save_pretrained(one)
-    options = ("--dtype=float32", "--threads=1", "--check-books", "--drafts=on")
+    options = ("--dtype=float32", "--threads=1", "--check-accounting", "--drafts=on")
     adapted = (f"--lora={lora}", "--late-wait-s=1000", "--takeover-wait-s=200")
     asks = calls_of(MODELS)
     for folder in ("large", "small", "other"):

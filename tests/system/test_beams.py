@@ -44,7 +44,7 @@ def served(
         f"--redis-url={redis_server.url}",
         f"--namespace={NAMESPACE}",
         f"--max-seqs={SLOTS}",
-        *("--dtype=float32", "--threads=1", "--kv-blocks=600", "--check-books", "--late-wait-s=1000"),
+        *("--dtype=float32", "--threads=1", "--kv-blocks=600", "--check-accounting", "--late-wait-s=1000"),
     )
     with ending([made.process]):
         wait_until_ready(made.url, LIMIT_S)

@@ -44,7 +44,7 @@ class Deployment:
             "--kv-blocks=160",
             "--max-seqs=12",
             f"--lease-ms={paced_ms(1000)}",
-            "--check-books",
+            "--check-accounting",
             "--poison-free-blocks",
         )
 

@@ -16,7 +16,7 @@ from tests.system.test_survival import LIMIT_S, Answer, Served, begin, bodies, u
 from tests.system.test_takeover import spare_of
 
 pytestmark = [pytest.mark.system, pytest.mark.usefixtures("warm_processes")]
-OPTIONS = ("--dtype=float32", "--threads=1", "--kv-blocks=600", "--max-seqs=16", "--check-books")
+OPTIONS = ("--dtype=float32", "--threads=1", "--kv-blocks=600", "--max-seqs=16", "--check-accounting")
 
 
 @pytest.fixture

@@ -177,9 +177,8 @@ class Served:
 
 @pytest.fixture
 def served(checkpoint: Callable[[str], Path], tmp_path: Path) -> Iterator[Served]:
-    options = ("--dtype=float32", "--threads=1", "--kv-blocks=600", "--max-seqs=16", "--check-books", "--drafts=on")
-    wait = "--late-wait-s=1000"
-    made = Served(tmp_path, checkpoint("llama"), *options, wait)
+    options = ("--dtype=float32", "--threads=1", "--kv-blocks=600", "--max-seqs=16", "--late-wait-s=1000")
+    made = Served(tmp_path, checkpoint("llama"), *options, "--check-accounting", "--drafts=on")
     with ending([made.process]):
         wait_until_ready(made.url, LIMIT_S)
         yield made

@@ -24,7 +24,7 @@ from tests.system.processes import ENVIRONMENT, ROOT, ending, wait_until_ready
 from tests.system.test_survival import LIMIT_S, Answer, Served, begin, bodies, until
 
 pytestmark = pytest.mark.system
-OPTIONS = ("--dtype=float32", "--threads=1", "--kv-blocks=600", "--max-seqs=16", "--check-books")
+OPTIONS = ("--dtype=float32", "--threads=1", "--kv-blocks=600", "--max-seqs=16", "--check-accounting")
 
 
 @pytest.fixture
