@@ -55,7 +55,7 @@ local function chooser(me, now)
   --   passed_over  lane -> {id = true}, requests that the engine could have claimed and did not
   --   tried        number of requests examined without a claim
   --   retry_at     unix ms at which the engine should sync again; nil: it left no request to another engine
-  --   left_to      engine -> true, engines to which this sync left a request that no earlier sync had left; `finish` wakes them
+  --   left_to      engine -> true, engines to which this sync was the first to leave a request; `finish` wakes them
   --   backlog      prompt tokens that the engine has claimed and not computed, this sync's claims included
   --   loads        adapters that the engine still has to load, this sync's claims included
   --   others       result of engines_with_room; nil until it is needed
