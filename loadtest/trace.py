@@ -63,7 +63,7 @@ def read(name: str) -> list[Job]:
     """Return the jobs of a trace in loadtest/traces.
 
     sharegpt_like: 1,000 lognormal lengths, prompts of mean 161 (half below 93, at most 2,048), outputs of mean 338
-    (half below 228, at most 2,017).  The peers' GPU figures were measured with it."""
+    (half below 228, at most 2,017).  The GPU figures of vLLM were measured with it."""
     return [line.job for line in read_trace(TRACES / f"{name}.jsonl")]
 
 

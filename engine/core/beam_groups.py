@@ -61,7 +61,7 @@ class BeamGroup:
         self._unsent = set(range(self.request.n)) - answered  # indices of answers that the client waits for
         self._withdrawn: set[int] = set()  # indices of unsent answers that the client has cancelled
         self._order = list(beams)  # the member of each beam, in the order of `search.running`
-        self._computed = 0  # computed tokens of all beams that no Finish has charged yet
+        self._computed = 0  # tokens computed for beams that are in no Finish yet, which charges the tenant
         self._entries = self._blocks = 0  # block-table entries of all members, and distinct blocks: see `_count_blocks`
         self._rows: dict[int, Row] = {}  # candidates of this step that have arrived, by the index of the sequence
         # Members whose table has changed, by index, with the table that the executor has; None: the executor has none.

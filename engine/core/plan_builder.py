@@ -42,7 +42,7 @@ MAX_SEARCHED = 8_192
 
 
 class PlanBuilder:
-    """Moves sequences between queue and batch, gives them blocks, and collects the edits of one plan at a time."""
+    """Moves sequences between queue and batch, gives them blocks, and makes one plan at a time of these changes."""
 
     def __init__(
         self,

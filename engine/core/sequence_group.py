@@ -96,7 +96,7 @@ class SequenceGroup(Protocol):
 
 
 class SteppedGroup(SequenceGroup, Protocol):
-    """A group of a search: a step computes one token per member; the search chooses all of them between steps."""
+    """The group of a beam search: a step computes one token per member; the search chooses them between steps."""
 
     @property
     def leader(self) -> Sequence: ...

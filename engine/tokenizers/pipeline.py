@@ -21,8 +21,9 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # flags that decide w
 def difference(own: Backend, made: Backend, *, ends: bool) -> str:
     """Return the name of the first part in which `made` differs from `own`, the file's pipeline; "": they are equal.
 
-    `made` may have further added tokens, from tokenizer_config.json.  `ends`: whether to compare the tokens added
-    before and after a text, too; False if tokenizer_config.json sets `add_bos_token` or `add_eos_token`."""
+    `made`: the pipeline that transformers built; it may have further added tokens, from tokenizer_config.json.
+    `ends`: whether to compare the tokens added before and after a text, too; False if tokenizer_config.json sets
+    `add_bos_token` or `add_eos_token`."""
     for part in PARTS:
         if state(getattr(own, part)) != state(getattr(made, part)):
             return part

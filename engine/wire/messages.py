@@ -281,6 +281,6 @@ class PoolState(msgspec.Struct, frozen=True):
     # One byte per cell: 0: free; 1: cached, held by no sequence; else 1 + number of tables with the block, at most 255.
     cells: bytes
     sequences: list[SequenceBlocks] = []
-    left_out: int = 0  # number of sequences with blocks that are missing in `sequences`
+    left_out: int = 0  # number of sequences that hold blocks and are not listed in `sequences`
     host_blocks: int = 0  # blocks in host memory for swapped-out sequences
     host_used: int = 0

@@ -169,8 +169,8 @@ class SyncReply(msgspec.Struct, frozen=True):
     # Ids of requests that another engine took over, or a client withdrew, after this engine's lease had lapsed.  Drop
     # them without a Delta and without `finished`.  Redis has ignored this sync's tokens of them.
     reassigned: list[str] = []
-    # Request id -> output so far per choice, for claimed requests that an earlier engine has begun.  The next Delta of
-    # a choice without a Finish has first == len(token_ids); a choice with a Finish sends no further Delta.
+    # Request id -> output so far per choice, for claimed requests that an earlier engine has begun.  If an output
+    # has no Finish, the choice's next Delta has `first` == len(token_ids) of it; else no further Delta may be sent.
     resumed: dict[str, list[LoggedOutput]] = {}
     claims: dict[str, Claim] = {}  # request id -> claim, without default ones: see claim()
     # Milliseconds after which the engine should sync again, because it left a request to another engine; 0: it left

@@ -69,7 +69,7 @@ class ResponseStore:
         return int(await self._run(RESPONSE_PUT, *state))
 
     async def get(self, holder: str, response_id: str) -> StoredResponse | None:
-        """Return a response; None: the holder has no response with this id."""
+        """Return a stored response; None: the API key `holder` has none with this id."""
         found, _ = await self._run(RESPONSE_GET, holder, response_id, 0, 0, 0)
         return _read(found[0]) if found else None
 

@@ -248,7 +248,9 @@ class Deployment:
 
 
 def _stored_bytes(client: redis.Redis) -> int:
-    """Return the bytes of all keys and their values.  Redis' total has buffers of clients, which come and go."""
+    """Return the bytes of all keys and their values.
+
+    Redis' own total is not used: it includes the buffers of clients, which come and go."""
     pipeline = client.pipeline(transaction=False)
     for key in client.scan_iter(count=1000):
         pipeline.memory_usage(key, samples=0)

@@ -99,9 +99,9 @@ struct PackedRows {
                 layout::kTileLanes == kWarpgroup);
 
   struct Source {
-    int bytes, copies;  // bytes per slab; a copy per row tile
+    int bytes, copies;  // bytes per slab of all row tiles; a copy per row tile
     int64_t stride;     // bytes between row tiles
-    const char* from;   // slab 0 of the first row tile
+    const char* from;   // the item's first row tile, at its slab 0: the first inputs
     __device__ Source(const Params& p, const PairTile& tile, int row) {
       const int tiles = (p.rows + layout::kRows - 1) / layout::kRows, first = row / layout::kRows;
       copies = min(kRowTiles, tiles - first);

@@ -193,8 +193,8 @@ __device__ void reduce_k_splits(const Epilogue& p, int first_feature, const floa
 }
 
 // The epilogue, for the consumer warps: reduces the k splits, scales, and stores with bias, activation and residual.
-// Warp w has k split w / kRowWarps and the row blocks first_block, first_block + kRowWarps, ...  `sums` holds its
-// accumulators in the C layout of mma.m16n8k16 (rows x tokens).
+// Warp w has the k split number w / kRowWarps and the row blocks first_block, first_block + kRowWarps, ...  `sums`
+// holds its accumulators in the C layout of mma.m16n8k16 (rows x tokens).
 //   stages        shared memory of the stages, reused: float4 [k splits, blocks, kNTiles, 32], then the output tile
 //   token_factor  function of a token: the factor of its accumulators
 //   row_factor    function of a row of the tile: the factor of its accumulators

@@ -52,7 +52,7 @@ class AdmissionPolicy(Protocol):
         """Return a large sequence to preempt, because too many sequences are paused; None: no preemption."""
 
     def free_blocks(self, waiting: WaitingQueue) -> int:
-        """Return how many blocks requests of the shared queue could take soon; 0 or less: none."""
+        """Return the number of blocks that requests of the shared queue could take soon; 0 or less: none."""
 
     def predicted_peak(self) -> int:
         """Return the predicted peak KV usage of the running sequences if no other starts, in blocks."""

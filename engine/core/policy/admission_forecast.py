@@ -35,7 +35,7 @@ class AdmissionForecast:
         self._rows = 0  # number of sequences in the last demand
         self._peak, self._peak_step = 0, -1  # the last peak(), and the step in which it was computed
         self._cohort: Cohort | None = None
-        self._look_again = 0  # the step in which the cohort's blocks are summed up next
+        self._look_again = 0  # the step in which the blocks of `_cohort` are summed up next
 
     def forget_demand(self) -> None:
         """Forget the sum of the sequences' KV-block demand that the previous plan computed."""

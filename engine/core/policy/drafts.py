@@ -185,7 +185,7 @@ class DraftController:
                 self._book(accepted / seqs * alone - self.extra_s(seqs, tokens), alone)
 
     def forget(self, request: Generate) -> None:
-        """Drop the rates of a request that has ended."""
+        """Drop the acceptance rates of a request that has ended."""
         self._requests.pop(request.id, None)
 
     # ------------------------------------------------------------------------------------------------------- choosing

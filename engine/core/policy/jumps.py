@@ -11,8 +11,8 @@ So jumps save time if tokens * D / n > extra.  The plan has jumps only if they s
 every sequence waits for the longer step, few sequences jump, and a batch ends with its slowest sequence.  The extra
 time depends on the device, the model and n, so it is measured.
 
-The search for forced tokens takes some microseconds of host time per sequence with a grammar.  The search pauses for
-REST plans after PATIENCE plans in which jumps would have cost more than they save.
+Looking for forced tokens takes some microseconds of host time per sequence with a grammar.  After PATIENCE plans in
+which jumps would have cost more than they save, the next REST plans look for none.
 """
 
 from __future__ import annotations

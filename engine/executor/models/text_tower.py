@@ -116,7 +116,7 @@ def name_in_text(name: str) -> str:
 
 
 def name_in_whole(name: str) -> str:
-    """Return the name in transformers' complete model of a tensor or module of the language model."""
+    """Return the name that a tensor or module of the language model has in transformers' complete model."""
     return re.sub(r"^model\.", "model.language_model.", name)
 
 

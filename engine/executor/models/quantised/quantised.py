@@ -27,7 +27,7 @@ BITS = {torch.int8: 8, torch.float8_e4m3fn: 8, torch.uint8: 4}
 BLOCK = 128  # rows and columns of a block that has one scale
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # value to which the maximum of a row is scaled
 MIDDLE = 8  # zero point of int4 weights that store none
-PIECE = 1 << 15  # values per chunk of quantisation; a float32 chunk stays below WHILE_LOADING (host_memory.py)
+PIECE = 1 << 15  # values quantised at a time: in float32 below WHILE_LOADING (host_memory.py), so memory is reused
 PIECE_ON_GPU = 1 << 18
 
 
