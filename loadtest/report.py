@@ -208,7 +208,7 @@ class _Plots:
         self._finish(axes, title, log=log)
 
     def samples(self, axes: Any, title: str, pairs: Pairs, *, scale: float = 1.0, from_zero: bool = False) -> None:
-        """Draw fields that were sampled from the server's metrics.  `from_zero`: counters start with the server."""
+        """Draw fields that were sampled from the server's metrics.  `from_zero`: less its first value of the run."""
         for name, colour, result in self._runs:
             self._curves(axes, name, colour, result["series"]["samples"], pairs, scale, from_zero=from_zero)
         self._finish(axes, title)

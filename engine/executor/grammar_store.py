@@ -66,7 +66,8 @@ class GrammarCounts:
 class HeldResources(Protocol):
     """What a gate calls: it delays requests until their resource, a grammar or a LoRA adapter, is ready.
 
-    The docstrings say grammar, identified by its text.  An adapter is held in the same way, identified by its id."""
+    The docstrings below speak of grammars, which their text identifies.  Adapters, which an id identifies, are held
+    in the same way."""
 
     def hold(self, request_id: str, text: str, tenant: str = "", weight: float = 1.0) -> bool:
         """Add a request's reference to a grammar, until `release`.  Returns whether the grammar is already compiled, or

@@ -352,7 +352,7 @@ class Logprobs:
     asked: Sequence[Report]  # [L]
     chosen: list[Tensor]  # per chunk of L: log-probabilities f32 of the tokens themselves
     top: list[tuple[Tensor, Tensor]]  # per chunk: ids i64 and log-probabilities f32 of the top-k tokens, [chunk, k]
-    named: list[Tensor]  # per chunk: log-probabilities f32 of the tokens that reports name, concatenated
+    named: list[Tensor]  # per chunk: log-probabilities f32 of the tokens that are named in `asked`, concatenated
 
     def entries(self) -> list[TokenLogprob]:
         """Return one entry per token."""

@@ -209,7 +209,7 @@ class Worker:
         )
         token_bytes = full.token_bytes
         taken = sum(group.blocks * group.token_bytes * config.block_size for group in windows)
-        if self._states and (config.kv_memory_gib or not self._gpu):  # else `available` was measured without states
+        if self._states and (config.kv_memory_gib or not self._gpu):  # else `available` already excludes them
             taken += self._states.bytes
         # If no length is configured, the cache size limits it: the model's own maximum may need a larger machine.
         self.blocks = blocks_that_fit(

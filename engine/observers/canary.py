@@ -180,7 +180,7 @@ class LoadedCanary:
     def __init__(self, tokens: list[int], top: int, core: Scheduler) -> None:
         """`tokens`: the prompt and the token that must follow it."""
         self._prompt, self._core = tokens[:-1], core
-        # A huge bias makes the second step compute the same token as on an idle engine.
+        # A huge bias forces the token that the first step samples, so the second step has the input of the first run.
         self._sampling = Sampling(temperature=0.0, ignore_eos=True, logprobs=top, logit_bias=[(tokens[-1], FORCED)])
         self.running = False
         self.began = 0.0  # seconds of the caller's clock at the start of the last run

@@ -110,7 +110,7 @@ def gpu(results: Results) -> Iterator[str]:
     first, middle, large = (v(ratio, ".2f") for ratio in ratios)
     yield (
         f"is {first} times as fast as in bfloat16 at batch 1, {middle} at 32, and {large} at 256 ({v(mixed, '.2f')} with prompts "
-        f"between); it has {v(trace, '.2f')} times the tokens/s"
+        f"between); on a trace of requests it generates {v(trace, '.2f')} times the tokens/s"
     )
 
 

@@ -76,7 +76,7 @@ class Prompted(msgspec.Struct, frozen=True):
 
 
 def call_id(request_id: str, choice: int, index: int) -> str:
-    """Return the id of a tool call.  It depends only on choice and index, so that a resumed answer has the same id.
+    """Return the id of a tool call.  A resumed answer has equal ids, since they depend on nothing else.
 
     It has nine letters and digits, since some chat templates accept no other form."""
     digest = hashlib.sha256(f"{request_id} {choice} {index}".encode()).digest()

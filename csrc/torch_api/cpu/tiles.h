@@ -11,7 +11,7 @@
 namespace quire::cpu::torch_api {
 
 constexpr int64_t kTileRows = 256;                // rows per call of the library's GEMM
-constexpr int64_t kTileTaskRows = 4096 / kLanes;  // rows per task, which widens each of its strips once
+constexpr int64_t kTileTaskRows = 4096 / kLanes;  // rows per task; a task widens each strip of weights once
 constexpr int64_t kTileRun =
     1024;  // elements of inner whose weights stay in the cache until all rows of a task have used them
 

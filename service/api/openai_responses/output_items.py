@@ -53,7 +53,7 @@ class OutputItems:
         return block.kind == "call" and self.tool(block).kind == "custom"
 
     def item_id(self, block: Block) -> str:
-        """Return the id of a block's item.  It depends only on the block's index, so resumed answers have equal ids."""
+        """Return the id of a block's item.  A resumed answer has equal ids: only request and block determine them."""
         prefix = PREFIXES["custom" if self.is_custom(block) else block.kind]
         return f"{prefix}{self._request_id.removeprefix(PREFIX)}{block.index:04x}"
 

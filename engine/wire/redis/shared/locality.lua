@@ -185,8 +185,8 @@ local function chooser(me, now)
   -- Returns the unix ms from which a request that is first passed over now becomes urgent.  Its wait may double, or
   -- last until the backlog and its prompt could be computed if that is longer.  An on-time request waits at most
   -- PATIENCE_PERCENT of the time until `due`.  A request with an adapter waits at most LOADS_PASSED load times, so that
-  -- a rarely used adapter does not starve.  `submitted`, `due`: unix ms; `due` is nil in the late lane, `submitted` if
-  -- Redis has evicted it.
+  -- a rarely used adapter does not starve.  `submitted`, `due`: unix ms; `due` is nil in the late lane, `submitted` is
+  -- nil if Redis has evicted the request.
   local function patience_end(size, submitted, due, adapted)
     local patience = math.max(now - (submitted or now), (size + so_far.backlog) * me.token_us / 1000)
     if adapted and me.load_us > 0 then patience = math.min(patience, LOADS_PASSED * me.load_us / 1000) end
