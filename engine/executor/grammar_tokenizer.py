@@ -8,12 +8,15 @@ tokens by id only.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from pathlib import Path
 from typing import Any
 
 import llguidance
 import msgspec
+
+log = logging.getLogger(__name__)
 
 
 def grammar_tokenizer(file: Path, vocab_size: int, eos_ids: list[int], slices: list[str]) -> llguidance.LLTokenizer:
@@ -23,13 +26,17 @@ def grammar_tokenizer(file: Path, vocab_size: int, eos_ids: list[int], slices: l
         return llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_ids, slices=slices)
 
     try:
-        return read(msgspec.json.encode(_renamed(msgspec.json.decode(file.read_bytes()))).decode())
-    except Exception:  # a model that needs one of these names: only such literal texts fail
-        return read(str(file))
+        renamed, ids = _renamed(msgspec.json.decode(file.read_bytes()))
+        found = read(msgspec.json.encode(renamed).decode())
+        if all(found.tokenize_str(name) == [token] for name, token in ids.items()):
+            return found
+    except Exception:  # a model that needs one of the names
+        log.debug("special tokens keep their names in grammars", exc_info=True)
+    return read(str(file))  # only literal texts that name a special token fail
 
 
-def _renamed(tokenizer: dict[str, Any]) -> dict[str, Any]:
-    """Return a tokenizer.json whose special tokens have names that cannot be guessed."""
+def _renamed(tokenizer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return a tokenizer.json whose special tokens have names that cannot be guessed, and new name -> token id."""
     secret = secrets.token_hex(8)
     names = {one["content"]: f"<{secret}-{one['id']}>" for one in tokenizer.get("added_tokens") or () if _special(one)}
     added = [
@@ -42,7 +49,8 @@ def _renamed(tokenizer: dict[str, Any]) -> dict[str, Any]:
         model["vocab"] = [[names.get(text, text), score] for text, score in model["vocab"]]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
-    return {**tokenizer, "added_tokens": added, "model": model}
+    ids = {one["content"]: one["id"] for one in added if one["content"] in names.values()}
+    return {**tokenizer, "added_tokens": added, "model": model}, ids
 
 
 def _special(added: dict[str, Any]) -> bool:

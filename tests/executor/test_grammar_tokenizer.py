@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from quire.engine.executor import grammar_tokenizer
 from quire.engine.executor.grammars import Grammars
 from tests.checkpoints import VOCAB, tokenizer
 from tests.executor.matchers import EOS, begin, choice, four_slots, regex, schema
@@ -98,3 +100,22 @@ def test_a_model_that_needs_the_name_of_such_a_token_is_served(tmp_path: Path) -
     Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     found = four_slots(tmp_path)
     assert written(found, choice("yes"), jumps=True) == tokenizer().encode("yes", add_special_tokens=False)
+
+
+def test_a_renamed_token_with_another_id_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ids of a mask are the model's: rather a literal text fails than a token means another one."""
+    file = tmp_path / "tokenizer.json"
+    with_added_tokens().save(str(file))
+    size, rename = VOCAB + len(ADDED), grammar_tokenizer._renamed
+
+    def swapped(found: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
+        renamed, ids = rename(found)
+        return renamed, dict(zip(ids, reversed(ids.values()), strict=True))
+
+    def tokens_of(text: str) -> list[int]:
+        read = grammar_tokenizer.grammar_tokenizer(file, size, [EOS], [])
+        return list(read.tokenize_str(text))
+
+    assert len(tokens_of("[INST]")) > 1
+    monkeypatch.setattr(grammar_tokenizer, "_renamed", swapped)
+    assert tokens_of("[INST]") == [VOCAB + 3]
