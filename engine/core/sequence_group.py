@@ -96,7 +96,7 @@ class SequenceGroup(Protocol):
 
 
 class SteppedGroup(SequenceGroup, Protocol):
-    """The group of a beam search: a step computes one token per member; the search chooses them between steps."""
+    """A group whose tokens a search chooses between steps.  A step computes one token per member."""
 
     @property
     def leader(self) -> Sequence: ...
