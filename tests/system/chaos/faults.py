@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import psutil
+import redis
 
 from tests.pace import paced_ms
 from tests.system.chaos.proxy import Proxy
@@ -98,14 +99,22 @@ async def restart_redis(world: World, fault: Fault) -> None:
     await world.redis.start()
 
 
+async def command(world: World, *words: str) -> None:
+    """A command to Redis.  Raises Missed if another fault of the same round has stopped it."""
+    try:
+        await world.redis.command(*words)
+    except redis.ConnectionError as error:
+        raise Missed from error
+
+
 async def flush_scripts(world: World, fault: Fault) -> None:
     """Redis forgets all scripts: SCRIPT FLUSH."""
-    await world.redis.command("SCRIPT", "FLUSH")
+    await command(world, "SCRIPT", "FLUSH")
 
 
 async def kill_connections(world: World, fault: Fault) -> None:
     """Redis closes the connections of subscribers, or all others: CLIENT KILL."""
-    await world.redis.command("CLIENT", "KILL", "TYPE", "pubsub" if fault.dice < 0.5 else "normal")
+    await command(world, "CLIENT", "KILL", "TYPE", "pubsub" if fault.dice < 0.5 else "normal")
 
 
 async def freeze_redis(world: World, fault: Fault) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -11,9 +12,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from tests.system.chaos import hostile
-from tests.system.chaos.faults import Fault
+from tests.system.chaos.faults import KINDS, Fault, Missed
 from tests.system.chaos.mixed import Mixed, mixed, setting_of, table
 from tests.system.chaos.readers import Doors
+from tests.system.chaos.world import Server
 
 ROUNDS = [[("kill connections", 0.2)], [("flush scripts", 0.0), ("cut clients", 0.3)]]
 
@@ -54,3 +56,14 @@ async def test_a_client_notices_what_is_lost_or_repeated(parts: list[str], failu
         await hostile.Client(known, doors, "client", "slow", tally).run(session)
     assert len(tally.failures) == failures
     assert sum(tally.answers.values()) == 1 - failures
+
+
+@pytest.mark.parametrize("kind", ["flush scripts", "kill connections"])
+async def test_a_fault_beside_one_that_stops_redis_is_missed(kind: str, tmp_path: Path) -> None:
+    """Faults of a round may meet."""
+    server = Server(tmp_path)
+    try:
+        with pytest.raises(Missed):
+            await KINDS[kind](SimpleNamespace(redis=server), Fault(kind, 0, 0.3))  # type: ignore[arg-type]
+    finally:
+        await server.close()
