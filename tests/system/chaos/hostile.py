@@ -203,6 +203,8 @@ class Client:
                 return None, float(response.headers["Retry-After"])
             if response.status == 404 and self._last_id and self._doors.failovers > self._failovers:
                 raise Lost
+            if response.status == 204 and self._ended():  # the connection broke after the last event had arrived
+                return await self._answer(), PAUSE_S
             if response.status != 200:
                 raise Broken(f"status {response.status}: {(await response.text())[:500]}")
             if self._way == "complete":
@@ -220,10 +222,15 @@ class Client:
                 await asyncio.sleep(SLOW_S)
             if self._way == "leave" and len(self._blocks) >= leave_after:
                 return Answer(200, {}, [])
-        ended = any(end in block for block in self._blocks[-2:] for end in ENDS)
-        if self._way == "leave" and not ended:
+        if self._way == "leave" and not self._ended():
             return Answer(200, {}, [])  # a stream that cannot be resumed ends with its gateway
-        return await asyncio.to_thread(read_answer, 200, b"\n\n".join(self._blocks), stream=True) if ended else None
+        return await self._answer() if self._ended() else None
+
+    def _ended(self) -> bool:
+        return any(end in block for block in self._blocks[-2:] for end in ENDS)
+
+    async def _answer(self) -> Answer:
+        return await asyncio.to_thread(read_answer, 200, b"\n\n".join(self._blocks), stream=True)
 
     def _take(self, event: bytes) -> None:
         for line in event.split(b"\n"):

@@ -67,3 +67,29 @@ async def test_a_fault_beside_one_that_stops_redis_is_missed(kind: str, tmp_path
             await KINDS[kind](SimpleNamespace(redis=server), Fault(kind, 0, 0.3))  # type: ignore[arg-type]
     finally:
         await server.close()
+
+
+async def test_a_connection_that_breaks_after_the_last_event_loses_nothing() -> None:
+    """The client resumes with the id of `[DONE]`, and gets 204."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if "Last-Event-ID" in request.headers:
+            return web.Response(status=204)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        event = {"choices": [{"index": 0, "text": "<tool>"}]}
+        await response.write(f"id: a:1\ndata: {json.dumps(event)}\n\nid: a:done\ndata: [DONE]\n\n".encode())
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", answer)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        doors = Doors(near=[], far=[str(server.make_url("")).rstrip("/")])
+        known = hostile.Known(hostile.Ask("/v1/completions", {}), {(0, "content"): "<tool>"})
+        tally = hostile.Tally()
+        await hostile.Client(known, doors, "client", "stream", tally).run(session)
+    assert not tally.failures
+    assert sum(tally.answers.values()) == 1
+    assert tally.resumed == 1
