@@ -271,8 +271,8 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   m.def(
       "lora_expand(Tensor h, Tensor weights, Tensor table, Tensor order, Tensor tiles, Tensor slot_of_row, int site, "
       "int[] features, Tensor(a!) y, Tensor(b!)? out) -> ()");
-  // ranks: maximum ranks of an adapter at this site, all parts together.  x_is_ready: result of `linear_sharing_x` if
-  // that is the preceding GEMM; else False.  Returns False, and does nothing, if rows or ranks are too many or the GPU
+  // ranks: maximum ranks of an adapter at this site, all parts together.  x_is_ready: what `linear_sharing_x` returned
+  // if it is the preceding GEMM; else False.  Returns False, and does nothing, if rows or ranks are too many or the GPU
   // is older than Hopper
   m.def(
       "lora_add(Tensor x, Tensor weights, Tensor table, Tensor order, Tensor tiles, Tensor slot_of_row, int site, "

@@ -176,7 +176,7 @@ verdicts.TEARDOWN_S = pace.paced(0.5)  # begins in pytest's own hooks, which mus
 @pytest.fixture
 def that_never_ends():
     yield
-    verdicts.STUCK_S = pace.paced(0.5)  # of the next test
+    verdicts.STUCK_S = pace.paced(0.5)  # STUCK_S while the next test runs
     time.sleep(1000)
 
 

@@ -118,8 +118,8 @@ class Drafts:
         self._joining: dict[int, Sequence] = {}  # sequences whose first token is still being sampled, by slot
         self._found: list[Draft] = []
         self._in_flight: dict[int, _InFlight] = {}  # drafts of the step in flight, by slot
-        # Of the step whose result arrives: drafts computed, guesses of the model's head among them, and how many of
-        # these were accepted.
+        # Counts for the step whose result arrives: drafts computed, those that the model's head guessed, and those of
+        # the head that were accepted.
         self._head_drafts = 0, 0, 0
 
     # ------------------------------------------------------------------------------------------------------------ plan

@@ -38,10 +38,9 @@ def grammar_tokenizer(file: Path, vocab_size: int, eos_ids: list[int], slices: l
 def _renamed(tokenizer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
     """Return a tokenizer.json whose special tokens have names that cannot be guessed, and new name -> token id."""
     secret = secrets.token_hex(8)
-    names = {one["content"]: f"<{secret}-{one['id']}>" for one in tokenizer.get("added_tokens") or () if _special(one)}
-    added = [
-        {**one, "content": names.get(one["content"], one["content"])} for one in tokenizer.get("added_tokens") or ()
-    ]
+    stored = tokenizer.get("added_tokens") or ()
+    names = {one["content"]: f"<{secret}-{one['id']}>" for one in stored if _special(one)}
+    added = [{**one, "content": names.get(one["content"], one["content"])} for one in stored]
     model = dict(tokenizer["model"])
     if isinstance(model.get("vocab"), dict):
         model["vocab"] = {names.get(text, text): at for text, at in model["vocab"].items()}

@@ -28,7 +28,7 @@ from tests.system.processes import Process, ending
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parents[1] / ".venv-clients"
-FOLDERS = {"openai_2": "openai-2", "openai_3": "openai-3", "benchmarks": "benchmarks"}  # of tests; of .venv-clients
+FOLDERS = {"openai_2": "openai-2", "openai_3": "openai-3", "benchmarks": "benchmarks"}  # tests -> environment
 NODE = ENVIRONMENTS / "node"  # packages of npm
 OUTCOMES = {"failure": "failed", "error": "failed", "skipped": "skipped"}
 MAX_LEN = 4096

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,6 +37,18 @@ async def test_no_fault_changes_a_hostile_answer(tmp_path: Path) -> None:
     assert figures["looks_at_event_loops"] > 0
 
 
+async def tally_of(answer: Callable[[web.Request], Awaitable[web.StreamResponse]], way: str) -> hostile.Tally:
+    """Return what a client finds that expects "<tool>" from a server."""
+    app = web.Application()
+    app.router.add_post("/v1/completions", answer)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        doors = Doors(near=[], far=[str(server.make_url("")).rstrip("/")])
+        known = hostile.Known(hostile.Ask("/v1/completions", {}), {(0, "content"): "<tool>"})
+        tally = hostile.Tally()
+        await hostile.Client(known, doors, "client", way, tally).run(session)
+    return tally
+
+
 @pytest.mark.parametrize(("parts", "failures"), [(["<t", "ool>"], 0), (["<t", "<t", "ool>"], 1), (["ool>"], 1)])
 async def test_a_client_notices_what_is_lost_or_repeated(parts: list[str], failures: int) -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -47,13 +60,7 @@ async def test_a_client_notices_what_is_lost_or_repeated(parts: list[str], failu
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    app = web.Application()
-    app.router.add_post("/v1/completions", answer)
-    async with TestServer(app) as server, aiohttp.ClientSession() as session:
-        doors = Doors(near=[], far=[str(server.make_url("")).rstrip("/")])
-        known = hostile.Known(hostile.Ask("/v1/completions", {}), {(0, "content"): "<tool>"})
-        tally = hostile.Tally()
-        await hostile.Client(known, doors, "client", "slow", tally).run(session)
+    tally = await tally_of(answer, "slow")
     assert len(tally.failures) == failures
     assert sum(tally.answers.values()) == 1 - failures
 
@@ -83,13 +90,7 @@ async def test_a_connection_that_breaks_after_the_last_event_loses_nothing() -> 
         request.transport.close()
         return response
 
-    app = web.Application()
-    app.router.add_post("/v1/completions", answer)
-    async with TestServer(app) as server, aiohttp.ClientSession() as session:
-        doors = Doors(near=[], far=[str(server.make_url("")).rstrip("/")])
-        known = hostile.Known(hostile.Ask("/v1/completions", {}), {(0, "content"): "<tool>"})
-        tally = hostile.Tally()
-        await hostile.Client(known, doors, "client", "stream", tally).run(session)
+    tally = await tally_of(answer, "stream")
     assert not tally.failures
     assert sum(tally.answers.values()) == 1
     assert tally.resumed == 1

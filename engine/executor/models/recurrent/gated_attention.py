@@ -45,7 +45,8 @@ def swap_attention(model: PreTrainedModel, max_model_len: int, linears: Linears)
 
 
 def head_order(size: int, rotated: int) -> Tensor:
-    """Return for each element of a head its index in transformers' order: [size] i64.  rotated: elements that are."""
+    """Return for each element of a head its index in transformers' order: [size] i64.  rotated: number of rotated
+    elements."""
     first, rest = torch.arange(rotated), torch.arange(rotated, size)
     half, own = rotated // 2, (size - rotated) // 2
     return torch.cat([first[:half], rest[:own], first[half:], rest[own:]])
